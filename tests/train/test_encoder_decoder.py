@@ -13,9 +13,11 @@ import torch
 import transformers
 
 from outrider import LLM, OutriderError, SamplingParams
+from outrider.errors import ModelError
 from outrider.models.checkpoint import open_checkpoint
-from outrider.models.encoder_decoder import write_encoder_decoder
+from outrider.models.encoder_decoder import DraftFacts, write_encoder_decoder
 from outrider.models.weights import LayerSubset, cut_config
+from outrider.testing import check_drafter
 from outrider.train.answers import Answer
 from outrider.train.batches import collate
 from outrider.train.encoder_decoder import EncoderDecoderNet, EncoderDecoderObjective
@@ -71,7 +73,7 @@ def test_rows_of_a_batch_predict_every_token_of_an_answer() -> None:
     batch = collate(answers, 0, random.Random(0))
     assert batch.next_tokens.tolist() == text(9) + text(4)
     objective: Any = EncoderDecoderObjective
-    got = objective(net, net, 4)._logits(net, batch)
+    got = objective(net, net, 4)._scores(net, batch)
     for answer, logits in zip(answers, got.split([9, 4]), strict=True):
         length = torch.tensor([len(answer.source)])
         last = net(torch.tensor([answer.tokens]), net.states(torch.tensor([answer.source]), length), length)[0]
@@ -94,3 +96,40 @@ def test_one_command_makes_a_smaller_decoder(tmp_path: Path) -> None:
     out = llm.generate(lines[0]["prompt"], params)[0]
     assert out.token_ids == llm.using(drafter="off").generate(lines[0]["prompt"], params)[0].token_ids
     assert out.stats.drafted > 0
+
+
+def test_its_short_list_and_the_targets_encoder_are_used_in_int8(tmp_path: Path) -> None:
+    target, rng = foreign.save(tmp_path / "target", "marian"), random.Random(1)
+    lines = [{"prompt": " ".join(rng.choices(WORDS, k=4)), "category": "a"} for _ in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    given: dict[str, Any] = QUICK | {"prompts": (tmp_path / "prompts.jsonl",), "target": str(target), "max_tokens": 16}
+    done = train(Recipe(**given | {"out": tmp_path / "small", "kind": "model", "steps": 20, "draft_vocab": 100}))
+    assert done["vocabulary"]["size"] == 100
+    answers = (tmp_path / "small" / "training" / "answers.jsonl").read_text().splitlines()
+    assert all(json.loads(line)["temperature"] == 0 for line in answers[1:])
+    facts = DraftFacts.of(tmp_path / "small", 300)
+    assert len(facts.draft_ids) == 100
+    assert facts.acceptance == tuple(done["evaluations"][-1]["kinds"]["all"]["alpha_by_position"])
+    llm = LLM(target, drafter="model", draft_model=str(tmp_path / "small"), k=3, dtype="int8", device="cpu")
+    small: Any = llm.engine.drafter
+    assert small.model.precision == "int8"
+    assert small.model.draft_ids.tolist() == list(facts.draft_ids)
+    assert small.model.reader.network is llm.target.reader.network
+    if small.model.drafts_chains:
+        assert len(small.traits.forecast.calls) == 2
+    for temperature in (0.0, 0.8):
+        params = SamplingParams(max_tokens=12, ignore_eos=True, temperature=temperature, seed=3)
+        out = llm.generate(lines[0]["prompt"], params)[0]
+        assert out.token_ids == llm.using(drafter="off").generate(lines[0]["prompt"], params)[0].token_ids
+        assert out.stats.drafted > 0
+    assert check_drafter(
+        "model", {"draft_model": str(tmp_path / "small")}, llm.target, tokens=8, tokenizer=llm.tokenizer
+    )
+
+
+def test_a_short_list_that_does_not_fit_is_one_sentence(tmp_path: Path) -> None:
+    assert DraftFacts.of(tmp_path, 10) == DraftFacts()
+    for ids in ([5, 3], [3, 3], [10], ["a"], [-1]):
+        (tmp_path / "draft.json").write_text(json.dumps({"draft_ids": ids}))
+        with pytest.raises(ModelError, match=r"draft\.json does not fit the model"):
+            DraftFacts.of(tmp_path, 10)

@@ -37,6 +37,15 @@ class Part:
 WHOLE = Part()
 
 
+class Chain(NamedTuple):
+    """Drafted tokens, the second-likeliest token in the place of each, and the survival of all of them."""
+
+    tokens: list[int]
+    survival: list[float]
+    others: list[int]
+    others_survival: list[float]
+
+
 class PlaneShape(NamedTuple):
     """What a plane holds for a model: `heads` K/V heads of `dim` numbers in each layer."""
 
@@ -80,6 +89,8 @@ class Model(ABC):
     source_length = 0  # the longest source, where cross-attention's K/V is in the plane
     reader: Any = None  # its encoder (`encoder.Encoder`), where that writes to the plane
     mtp: MtpLayer | None = None  # its checkpoint's own layer for further tokens
+    drafts_chains = False  # `chains` runs a whole draft in one call
+    draft_ids: Tensor | None = None  # [D] the ids that its logits are of, where it has a part of its output rows
 
     @property
     @abstractmethod
@@ -91,6 +102,17 @@ class Model(ABC):
     ) -> Output:
         """One pass, which calls `plane.count_pass()`. x [T, H]: the residual stream to resume from at `part.start`;
         taps: layers whose output stream [T, H] is returned."""
+
+    def chains(
+        self, rows: Rows, plane: Plane, slots: list[list[int]], budgets: list[int], floor: float, vocab: int | None
+    ) -> list[Chain]:
+        """Feed these rows; then, after each wanted one, the likeliest tokens, budgets[i] at most, fed into slots[i],
+        until a chain's survival is below the floor. vocab: as in `Part`."""
+        raise NotImplementedError
+
+    def shorten(self, ids: Tensor) -> bool:
+        """Keep the output rows of these ids [D] only: logits are [R, D] from then on. False: it cannot, and has all."""
+        return False
 
     @property
     def precision(self) -> str:

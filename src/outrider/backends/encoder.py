@@ -8,6 +8,7 @@ evicted and is read again changes no text. It knows sources, slots and planes; i
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -83,6 +84,12 @@ class Encoder:
     def __init__(self, network: Any, layers: Any) -> None:
         """network: a `Transformer` without a head; layers: the decoder's, each with the product `cross.kv`."""
         self.network, self.layers = network, layers
+        self.recent: OrderedDict[tuple[int, ...], Tensor] | None = None  # states of the last sources, where shared
+
+    def share(self, other: Encoder) -> None:
+        """Read with another model's network, each source once for both."""
+        self.network = other.network
+        other.recent = self.recent = OrderedDict() if other.recent is None else other.recent
 
     @torch.inference_mode()
     def read(self, sources: Iterable[Source], plane: Plane) -> None:
@@ -90,10 +97,23 @@ class Encoder:
         firsts = ((int(slots[0]), (ids, slots)) for ids, slots in sources if ids)
         missing = {first: source for first, source in firsts if not plane.has_source(first)}
         for some in together(list(missing.values())):
-            states = self.states([ids for ids, _ in some])  # [n, H]
+            states = self._shared_states([ids for ids, _ in some])  # [n, H]
             self.write(states, plane, torch.cat([slots for _, slots in some]).to(states.device, torch.long))
         for first in missing:
             plane.keep_source(first)
+
+    def _shared_states(self, sources: list[list[int]]) -> Tensor:
+        """As `states`; those that the other model has read are not computed again."""
+        if self.recent is None:
+            return self.states(sources)
+        keys = [tuple(source) for source in sources]
+        if missing := [list(key) for key in dict.fromkeys(keys) if key not in self.recent]:
+            each = self.states(missing).split([len(source) for source in missing])
+            self.recent.update((tuple(source), states) for source, states in zip(missing, each, strict=True))
+        states = torch.cat([self.recent[key] for key in keys])
+        while sum(map(len, self.recent)) > MOST_ROWS:
+            self.recent.popitem(last=False)
+        return states
 
     def states(self, sources: list[list[int]]) -> Tensor:
         """The encoder's output for each token of each source: [n, H]."""

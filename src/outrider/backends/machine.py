@@ -165,6 +165,11 @@ def cpu_flags() -> frozenset[str]:
     return frozenset(_cpuinfo("flags").split())
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 faster than float32: four times, with AVX-512."""
+    return bool(cpu_flags() & {"avx512_bf16", "amx_bf16"})
+
+
 def cpu_name() -> str:
     return _cpuinfo("model name") or platform.processor() or platform.machine()
 

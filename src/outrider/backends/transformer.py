@@ -159,8 +159,7 @@ class Transformer(Model):
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
         plane.count_pass()
-        if self.reader is not None and rows.sources is not None:
-            self.reader.read(rows.sources.listed, plane)
+        self._read_sources(rows, plane)
         # x [T, H] is the residual stream; `delta` [T, H] is the last block's output, added by the next norm.
         hidden: dict[int, Tensor] = {}
         if self.fused is not None:
@@ -169,6 +168,11 @@ class Transformer(Model):
             x = self.embed(rows.tokens, rows.positions) if x is None else x.clone()
             x, delta = self._layers(x, rows, plane, part, taps, hidden)
         return Output(self._logits(x, delta, rows.want, part.vocab) if part.head else x.new_zeros(0), hidden)
+
+    def _read_sources(self, rows: Rows, plane: Plane) -> None:
+        """The encoder reads the sources that the plane does not hold yet."""
+        if self.reader is not None and rows.sources is not None:
+            self.reader.read(rows.sources.listed, plane)
 
     def _fused(
         self, x: Tensor | None, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]

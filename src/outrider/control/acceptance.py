@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from itertools import accumulate, takewhile
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, takewhile
 from operator import mul
 
 from ..types import ACCEPTED, REJECTED, REQUEST_DRAFTS, Tree
@@ -76,6 +77,13 @@ class AcceptanceStats:
             known = self.wider if self.wider and not self.added else self
             self._expected, self._expected_at = list(accumulate(known.rates(nodes), mul)), now
         return self._expected
+
+    def foresee(self, survival: Sequence[float], drafts: float) -> None:
+        """Begin with what a drafter's maker measured by depth, as so many drafts."""
+        for before, chance in pairwise((1.0, *survival)):
+            rate = Rate()
+            rate.hits, rate.tries = drafts * chance / before if before else 0.0, drafts
+            self.ranks.append(rate)
 
     def add(self, tree: Tree, fates: str) -> None:
         """A draft and the fates of its nodes, or of the first ones."""

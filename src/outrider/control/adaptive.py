@@ -108,6 +108,7 @@ class Adaptive(Controller):
     FULL = 64  # prompt rows from which on a pass has no row to spare
     REST = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
+    FORESEEN = 8  # drafts that a forecast of acceptance counts as
     FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
 
     prices: StepPrices
@@ -178,6 +179,8 @@ class Adaptive(Controller):
             return self._explain(f"{self.name} is not used while prompts fill the pass")
         if not self.traits.weighs_cost:
             if not calls.count:
+                self._foresee(calls)
+            if not calls.count:
                 return self._try(seqs)
             line = calls.line(batch)
             if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
@@ -186,6 +189,15 @@ class Adaptive(Controller):
             return self._refuse(HOPELESS)
         self.is_cheap = True
         return dict.fromkeys((seq.id for seq in seqs), free)
+
+    def _foresee(self, calls: DraftCosts) -> None:
+        """Begin with what is known of the drafter's calls: a single first one may be several times slower."""
+        forecast = self.traits.forecast
+        if forecast is not None and forecast.calls:
+            for k, seconds in forecast.calls:
+                calls.add(1, k, seconds)
+            if not self.overall.added:
+                self.overall.foresee(forecast.survival, self.FORESEEN)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
         """The same where drafting costs time: by the acceptance at each depth. Where nothing is expected to pay but a
@@ -237,7 +249,7 @@ class Adaptive(Controller):
 
     def _reading(self, seq: Sequence) -> float:
         """Tokens that reading its prompt costs, once for all steps until the answer ends: LASTS are counted at most."""
-        unread = 0 if seq.id in self.asked or not self.reading.n else len(seq.tokens)
+        unread = 0 if seq.id in self.asked or not self.reading.n else _prompt_length(seq)
         return self.prices.speed * self.reading.slope * unread if unread else 0.0
 
     def _expected(self, seq: Sequence) -> list[float]:
@@ -331,11 +343,12 @@ class Adaptive(Controller):
         drafting, read = step.clock.get("draft", 0.0), step.clock.get("read", 0.0)
         new = {turn.seq.id: turn.seq for turn in asked if turn.seq.id not in self.asked}
         if not step.in_round:  # has it read most of the sequence? Of a drafter that does not say so, nothing is left
-            new = {i: seq for i, seq in new.items() if 0 < 2 * self.traits.backlog(seq) < len(seq.tokens)}
+            unread = self.traits.backlog  # a source is read with the first request
+            new = {i: seq for i, seq in new.items() if seq.source or 0 < 2 * unread(seq) < len(seq.tokens)}
         self.asked.update(new)
         plain, seconds = self.costs(batch, batch), read + drafting
         if new and seconds > self.CHEAP * plain:
-            self.reading.add(sum(len(seq.tokens) for seq in new.values()), read or drafting)
+            self.reading.add(sum(map(_prompt_length, new.values())), read or drafting)
             self.credit.add(-batch / plain * seconds, least=self.credit.first / 2)
             return 0.0
         # The mode is that of a later step, at worst: a sample under the wrong one.
@@ -375,6 +388,11 @@ class Adaptive(Controller):
     def _expect(self, drafted: str, accepted: float) -> None:
         each = " for each" if len(self.turns) > 1 else ""
         self._explain(f"{drafted}: about {1 + accepted / len(self.turns):.1f} tokens expected{each}")
+
+
+def _prompt_length(seq: Sequence) -> int:
+    """Tokens that a drafter reads before its first draft: of the source, or else of the text."""
+    return len(seq.source) or len(seq.tokens)
 
 
 def _odds(survival: float, break_even: float) -> str:

@@ -22,7 +22,7 @@ from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache, Plane
 from ..engine.sampling import DRAFT, distribution, draw, key, ranked, widened
 from ..errors import ConfigError
-from ..types import Draft, Sequence, Tree
+from ..types import Draft, Sequence, Tree, chain
 from ._trained import DraftVocabulary
 
 CHUNK = 512  # rows of one pass while catching up with a long prompt
@@ -82,6 +82,8 @@ class Rollout:
         """budget[i] tokens after each sequence, one pass for each depth."""
         if self.recorded is not None and self.recorded.suits(seqs):
             return self._record(self.recorded, seqs, budget)
+        if self._drafts_at_once(seqs):
+            return self._at_once(seqs, budget)
         grown = [Growth(seq, k) for seq, k in zip(seqs, budget, strict=True)]
         logits = self._feed([g.seq for g in grown])  # [B, V]
         live = grown
@@ -94,6 +96,22 @@ class Rollout:
         for growth in grown:
             self._keep(growth.seq, growth.spare)  # a chain's nodes are fed in order: node n is in spare slot n
         return Draft.pack(g.tree(self.source) for g in grown)
+
+    def _drafts_at_once(self, seqs: list[Sequence]) -> bool:
+        """Whether one call of the model drafts for these: where nothing but the likeliest token of each pass counts."""
+        whole = replace(self.part, vocab=None) == WHOLE and self.keeps_kv and self.model.drafts_chains
+        return whole and all(
+            seq.rule == "match" and seq.params.plain and not self._records_guesses(seq) for seq in seqs
+        )
+
+    def _at_once(self, seqs: list[Sequence], budget: list[int]) -> Draft:
+        packed = self._lacking(seqs)
+        slots = [self.cache.spare(seq)[: room - 1] for seq, room in zip(seqs, budget, strict=True)]
+        drafted = self.model.chains(rows_of(packed), self.plane, slots, budget, self.stop_below, self.part.vocab)
+        for seq, each in zip(seqs, drafted, strict=True):
+            self._hold(seq, len(seq.tokens))
+            self._keep(seq, range(len(each.tokens) - 1))
+        return Draft.pack(chain(each.tokens, each.survival, source=self.source) for each in drafted)
 
     def trees(self, seqs: list[Sequence], budget: list[int], width: int, depth: int) -> Draft:
         """Level by level: the `width` likeliest nodes of each get `width` children; the best `budget` are kept."""
@@ -206,14 +224,18 @@ class Rollout:
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         """Bring the plane up to date with every sequence; logits after each one's last token. [B, V]"""
+        logits = self._forward(self._lacking(seqs), self.part)
+        for seq in seqs:
+            self._hold(seq, len(seq.tokens))
+        return logits
+
+    def _lacking(self, seqs: list[Sequence]) -> BatchBuilder:
+        """The last tokens of each sequence that the plane lacks, at least one; those before are fed."""
         starts = [catch_up(self.cache, self.plane, seq, self._read) for seq in seqs]
         packed = BatchBuilder(self.cache)
         for seq, start in zip(seqs, starts, strict=True):
             packed.pending(seq, start, len(seq.tokens), want=True)
-        logits = self._forward(packed, self.part)
-        for seq in seqs:
-            self._hold(seq, len(seq.tokens))
-        return logits
+        return packed
 
     def _read(self, packed: BatchBuilder) -> None:
         """A pass that writes K/V only."""

@@ -74,6 +74,7 @@ class Forecast(NamedTuple):
     survival: tuple[float, ...]  # of its nodes by depth, as its maker measured it
     call: float  # seconds of an ordinary call, measured on this machine
     read: float  # seconds for each token of a prompt that it must read first
+    calls: tuple[tuple[int, float], ...] = ()  # nodes and seconds of calls, where these depend on the nodes
 
 
 class Learning(Protocol):

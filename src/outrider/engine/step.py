@@ -70,6 +70,10 @@ class Runner(Protocol):
         """Start a pass. `overlapped`: the drafter works meanwhile."""
         ...
 
+    def encode(self, sources: list[tuple[list[int], torch.Tensor]]) -> None:
+        """An encoder reads new sources (ids, and slots of their K/V) before the pass that needs them, where it can."""
+        ...
+
 
 @dataclass
 class Flight:
@@ -171,6 +175,8 @@ class Engine:
         turns = self.scheduler.fit(turns)
         if not turns:
             return False
+        if self.cache.sources is not None and not self._in_rounds:
+            self._encode(turns)
         with clock.time("draft"):
             draft, failure = self._draft(turns)
             offered = draft.trees
@@ -191,6 +197,14 @@ class Engine:
         self.scheduler.launched(turns)
         self.flights.append(flight)
         return True
+
+    def _encode(self, turns: list[Turn]) -> None:
+        """Read new sources before anything is drafted: a drafter that shares the encoder is not charged for them."""
+        rows, known = [(turn.seq.source, self.cache.rows[turn.seq.id].source) for turn in turns], self.target.plane
+        new = [(ids, torch.tensor(slots)) for ids, slots in rows if slots and not known.has_source(slots[0])]
+        if new:
+            with self.clock.time("encode"):
+                self.target.encode(new)
 
     def _reason(self, draft: Draft) -> str:
         """For what is drafted, in words."""

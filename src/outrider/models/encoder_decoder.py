@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import pickle
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from .weights import InMemory, Safetensors, Source, Weights, adapted, expected, 
 ENCODER_DECODERS = ("t5", "bart", "marian")
 _ACTIVATIONS = {"relu": RELU, "gelu": ERF_GELU, "gelu_new": GELU, "silu": SILU, "swish": SILU}
 _T5_LENGTH = 2048  # positions of a source and of a text; the model itself sets no limit
+DRAFT_FACTS = "draft.json"  # in the folder of a smaller decoder that was trained for a target
 _POSITION_OFFSET = 2  # BART's position 0 is the third row of its table
 
 
@@ -272,11 +273,19 @@ def named_weights(source: Any, config: ModelConfig) -> Any:
 
 
 def write_encoder_decoder(
-    folder: Path, origin: Path, config: ModelConfig, source: Source, tokenizer: Any, dtype: torch.dtype, card: str = ""
+    folder: Path,
+    origin: Path,
+    config: ModelConfig,
+    source: Source,
+    tokenizer: Any,
+    dtype: torch.dtype,
+    card: str = "",
+    drafts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a model with another number of decoder layers than the one in `origin`, which it is a part of.
 
-    source: its tensors under Outrider's names. config.json is last: a folder that has one is complete.
+    source: its tensors under Outrider's names. drafts: what `DraftFacts` reads. config.json is last: a folder that has
+    one is complete.
     """
     data, family = read_json(origin / "config.json"), config.architecture
     data |= {("num_decoder_layers" if family == "t5" else "decoder_layers"): config.layers}
@@ -285,9 +294,32 @@ def write_encoder_decoder(
     tokenizer.save(folder)
     if card:
         (folder / "README.md").write_text(card, encoding="utf-8")
+    if drafts is not None:
+        write_json(folder / DRAFT_FACTS, drafts)
     if generation := read_json(origin / "generation_config.json"):
         write_json(folder / "generation_config.json", generation)
     write_json(folder / "config.json", data | {"torch_dtype": str(dtype).removeprefix("torch.")})
+
+
+@dataclass(frozen=True)
+class DraftFacts:
+    """What a smaller decoder's folder says beside the model's own files."""
+
+    target_hash: str | None = None  # of the model whose encoder it reads
+    draft_ids: tuple[int, ...] = ()  # what it can draft, ascending; empty: every token
+    acceptance: tuple[float, ...] = ()  # by depth, as its training measured it; empty: unknown
+
+    @classmethod
+    def of(cls, folder: Path, vocabulary: int) -> DraftFacts:
+        """Of a folder; nothing is known of one without the file."""
+        if not (folder / DRAFT_FACTS).is_file():
+            return cls()
+        data = read_json(folder / DRAFT_FACTS)
+        ids = data.get("draft_ids") or ()
+        known = all(isinstance(i, int) and 0 <= i < vocabulary for i in ids)
+        if not known or list(ids) != sorted(set(ids)):
+            raise ModelError(f"{folder / DRAFT_FACTS} does not fit the model: draft_ids are not ascending token ids.")
+        return cls(data.get("target_hash"), tuple(ids), tuple(map(float, data.get("acceptance") or ())))
 
 
 def _stored_tensors(config: ModelConfig, source: Source, dtype: torch.dtype) -> dict[str, Tensor]:

@@ -9,19 +9,21 @@ B texts of L rows, sources of S tokens, H hidden size, h heads of d dimensions, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..backends.encoder import distance_bias
+from ..backends.machine import multiplies_bfloat16
 from ..backends.ops import gated
 from ..backends.transformer import WeightSource
 from ..models.config import ModelConfig
 from ..models.weights import LayerSubset, cut_config, expected
 from .batches import Batch
 from .decoder import attend, chosen_layers, widened
-from .objectives import ModelObjective
+from .objectives import ModelObjective, at_rows, by_root, divergence, hard_labels, soft_labels
 
 _TABLES = ("embed_tokens.weight", "embed_positions.weight", "lm_head.weight", "lm_head.bias")
 
@@ -35,6 +37,7 @@ class EncoderDecoderNet(nn.Module):
         """Frozen."""
         super().__init__()
         self.config = config
+        self.ids: Tensor | None = None  # [D] what it can draft; None: every token
         tensors = {name: weights.get(name, dtype).to(device) for name in expected(config)}
         self.tensors = nn.ParameterDict({_key(name): nn.Parameter(t) for name, t in tensors.items()})
         self.requires_grad_(False)
@@ -74,13 +77,20 @@ class EncoderDecoderNet(nn.Module):
             x = self._layer(f"layers.{i}.", c, x, mask, (states, sources))
         return x if c.stream_norm else self._norm("norm", c, x)
 
-    def logits(self, last: Tensor) -> Tensor:
-        """[..., H] -> [..., V]. A token that the model never emits has the least finite value."""
-        c, weight = self.config, self.get("lm_head.weight")
-        logits = F.linear(last.to(weight.dtype), weight, self.get("lm_head.bias") if c.head_bias else None)
-        logits = logits * c.logit_scale
-        banned = torch.tensor(c.banned, dtype=torch.long, device=logits.device)
+    def logits(self, last: Tensor, ids: Tensor | None = None) -> Tensor:
+        """[..., H] -> [..., V], or of these ids [..., D]. A token that the model never emits has the least finite
+        value."""
+        c, weight, banned = self.config, self.get("lm_head.weight"), self._banned(ids)
+        bias = self.get("lm_head.bias") if c.head_bias else None
+        if ids is not None:
+            weight, bias = weight[ids], None if bias is None else bias[ids]
+        logits = F.linear(last.to(weight.dtype), weight, bias) * c.logit_scale
         return logits.index_fill(-1, banned, torch.finfo(logits.dtype).min)
+
+    def _banned(self, ids: Tensor | None) -> Tensor:
+        """The columns of logits whose tokens the model never emits."""
+        banned = torch.tensor(self.config.banned, dtype=torch.long, device=self.get("lm_head.weight").device)
+        return banned if ids is None else torch.isin(ids, banned).nonzero().flatten()
 
     # ------------------------------------------------------------ parts
 
@@ -142,18 +152,46 @@ class EncoderDecoderNet(nn.Module):
 
 
 class EncoderDecoderObjective(ModelObjective):
-    """As for a small model; both decoders read the output of the target's encoder."""
+    """As for a small model; both decoders read the output of the target's encoder.
+
+    Labels are the target's distribution over the draft vocabulary alone: its other output rows, which are most of a
+    pass, are not computed.
+    """
 
     _read: tuple[Batch, Tensor] | None = None  # the last batch, and its sources' states
 
-    def _logits(self, net: EncoderDecoderNet, batch: Batch) -> Tensor:  # type: ignore[override]
-        """[M, V]"""
+    @property
+    def precision(self) -> torch.dtype | None:
+        return torch.bfloat16 if multiplies_bfloat16() else None
+
+    @property
+    def _nets(self) -> tuple[EncoderDecoderNet, EncoderDecoderNet]:
+        """The smaller model and the target."""
+        nets: Any = (self.net, self.target)
+        return nets  # type: ignore[no-any-return]
+
+    def losses(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
+        net, target = self._nets
+        with torch.no_grad():
+            labels = soft_labels(self._scores(target, batch)) if self.soft else hard_labels(batch.next_tokens, net.ids)
+        divergences = divergence(labels, self._scores(net, batch))
+        return [(divergences, torch.ones_like(divergences))]
+
+    @torch.no_grad()
+    def hits(self, batch: Batch) -> Tensor:
+        net, _ = self._nets
+        best = self._scores(net, batch).argmax(-1)  # [M]
+        guesses = best if net.ids is None else net.ids[best]
+        return by_root([at_rows(guesses == batch.next_tokens, batch)] * self.k, batch)
+
+    def _scores(self, net: EncoderDecoderNet, batch: Batch) -> Tensor:
+        """Of the draft vocabulary: [M, D]"""
         last = net(batch.tokens[:, 1:], self._states(batch), batch.source_lengths)  # [B, n-1, H]
-        return net.logits(last.flatten(0, 1)[batch.rows])
+        return net.logits(last.flatten(0, 1)[batch.rows], self._nets[0].ids)
 
     @torch.no_grad()
     def _states(self, batch: Batch) -> Tensor:
-        target: EncoderDecoderNet = self.target  # type: ignore[assignment]
+        _, target = self._nets
         if self._read is None or self._read[0] is not batch:
             self._read = batch, target.states(batch.sources, batch.source_lengths)
         return self._read[1]
@@ -162,7 +200,8 @@ class EncoderDecoderObjective(ModelObjective):
 def cut_encoder_decoder(
     config: ModelConfig, weights: WeightSource, layers: int, train_embedding: bool, device: torch.device | str
 ) -> EncoderDecoderNet:
-    """A trainable float32 model with so many of the decoder's layers, chosen as `cut_target` does."""
+    """A trainable float32 model with so many of the decoder's layers, chosen as `cut_target` does; it drafts every
+    token until its `ids` are set."""
     chosen = chosen_layers(config, layers)
     net = EncoderDecoderNet(cut_config(config, chosen), LayerSubset(weights, chosen), torch.float32, device)
     return net.trainable(train_embedding)

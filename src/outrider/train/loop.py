@@ -134,7 +134,10 @@ class TrainingLoop:
         self.evaluations.append({"step": self.step, "kinds": {kind: a.as_json() for kind, a in kinds.items()}})
 
     def _precision(self) -> AbstractContextManager[Any]:
-        return torch.autocast("cuda", dtype=torch.bfloat16) if self.cuda else nullcontext()
+        if self.cuda:
+            return torch.autocast("cuda", dtype=torch.bfloat16)
+        dtype = self.objective.precision
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype=dtype)
 
     def _elapsed(self) -> float:
         """Seconds of training, those before the run was resumed included."""

@@ -112,6 +112,11 @@ class Objective(ABC, Generic[Net]):
     def __init__(self, net: Net, target: TargetNet, k: int, soft: bool = True) -> None:
         self.net, self.target, self.k, self.soft = net, target, k, soft
 
+    @property
+    def precision(self) -> torch.dtype | None:
+        """What products are computed in on a CPU; None: in the type of their weights."""
+        return None
+
     @abstractmethod
     def losses(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
         """For each position of a draft: divergences from the labels [m] and their weights [m]."""
@@ -144,7 +149,7 @@ class DrafterObjective(Objective[Drafting]):
     def _right(self, batch: Batch, hidden: Tensor) -> Tensor:
         """Whether the most likely token of hidden states [B, n-1, H] is t_{p+2}: [B, n-1], False outside the rows."""
         guess = self.net.ids[self.net.logits(hidden.flatten(0, 1)[batch.rows]).argmax(-1)]
-        return _at_rows(guess == batch.next_tokens, batch)
+        return at_rows(guess == batch.next_tokens, batch)
 
 
 class HeadObjective(DrafterObjective[HeadNet]):
@@ -175,7 +180,7 @@ class EagleObjective(HeadObjective):
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
         e, taps, _ = self._inputs(batch)
-        return _by_root([self._right(batch, a) for a in self.net.unroll(e, taps, self.k)], batch)
+        return by_root([self._right(batch, a) for a in self.net.unroll(e, taps, self.k)], batch)
 
 
 class BlockObjective(HeadObjective):
@@ -237,7 +242,7 @@ class ExitObjective(DrafterObjective[ExitNet]):
 
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
-        return _by_root([self._right(batch, self._inputs(batch)[0])] * self.k, batch)
+        return by_root([self._right(batch, self._inputs(batch)[0])] * self.k, batch)
 
 
 def head_objective(
@@ -262,7 +267,7 @@ class ModelObjective(Objective[TargetNet]):
     @torch.no_grad()
     def hits(self, batch: Batch) -> Tensor:
         right = self._logits(self.net, batch).argmax(-1) == batch.next_tokens
-        return _by_root([_at_rows(right, batch)] * self.k, batch)
+        return by_root([at_rows(right, batch)] * self.k, batch)
 
     def _logits(self, net: TargetNet, batch: Batch) -> Tensor:
         """[M, V]"""
@@ -272,7 +277,7 @@ class ModelObjective(Objective[TargetNet]):
 # ---------------------------------------------------------------- hits by row and depth
 
 
-def _at_rows(values: Tensor, batch: Batch) -> Tensor:
+def at_rows(values: Tensor, batch: Batch) -> Tensor:
     """Values [M] of the batch's rows as [B, n-1]; False elsewhere."""
     shape = (batch.tokens.shape[0], batch.tokens.shape[1] - 1)
     out = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=values.device)
@@ -280,7 +285,7 @@ def _at_rows(values: Tensor, batch: Batch) -> Tensor:
     return out.view(shape)
 
 
-def _by_root(right: list[Tensor], batch: Batch) -> Tensor:
+def by_root(right: list[Tensor], batch: Batch) -> Tensor:
     """right[i] [B, n-1] belongs to the i-th row after a root: gathered by root, [B, n-1, K]."""
     shifted = [F.pad(r[:, i:], (0, i)) for i, r in enumerate(right)]
     return _inside_answers(torch.stack(shifted, -1), batch)

@@ -55,7 +55,7 @@ class Recipe:
     hidden_size: int = 0  # the target's; less makes a narrow head with its own embedding
     taps: tuple[int, ...] = ()  # a low, a middle and a high layer
     exit_layer: int = 0  # kind=exit: layers of the target that run; a quarter of them
-    draft_vocab: int = 16_384
+    draft_vocab: int = 16_384  # of heads, and of a smaller decoder behind an encoder
     unroll: int = 6
     block: int = 8
     anchors: int = 32

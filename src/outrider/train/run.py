@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..backends.machine import choose_device, device_name, prepare
+from ..backends.machine import choose_device, device_name, multiplies_bfloat16, prepare
 from ..errors import OutriderError
 from ..measure.environment import environment
 from ..models.checkpoint import open_checkpoint
@@ -85,6 +85,7 @@ class _TrainingRun:
 
     def _build(self, dtype: torch.dtype, answers: list[Answer]) -> _DrafterBuild:
         if self.config.encoder is not None:
+            dtype = torch.bfloat16 if multiplies_bfloat16() else dtype  # it only gives labels
             return self._build_model(EncoderDecoderNet(self.config, self.weights, dtype, self.device), answers)
         target = TargetNet.load(self.config, self.weights, dtype, self.device)
         return (self._build_model if self.recipe.kind == MODEL else self._build_head)(target, answers)
@@ -115,7 +116,9 @@ class _TrainingRun:
         """The target's answers: those on disk, and the missing ones, which are generated."""
         recipe = self.recipe
         batch = recipe.batch or (256 if self.device.type == "cuda" else 8)
-        options = GenerationOptions(recipe.answers, recipe.max_tokens, recipe.seed, batch)
+        # Sampled answers make a chat drafter robust; a translation has one good text, and sampled ones are noise.
+        sampled = GenerationOptions.sampled if self.config.encoder is None else 0.0
+        options = GenerationOptions(recipe.answers, recipe.max_tokens, recipe.seed, batch, sampled)
         header: Json = {"target": self.identity, "prompts": prompts_digest(prompts)}
         header |= {"max_tokens": recipe.max_tokens, "seed": recipe.seed, "sampled": options.sampled}
         store = AnswerStore(recipe.answers_file or recipe.folder / "answers.jsonl", header)
@@ -163,18 +166,33 @@ class _TrainingRun:
         layers = recipe.layers or min(_ENCODER_DECODER_LAYERS if encoder else _MODEL_LAYERS, self.config.layers)
         cut: Any = cut_encoder_decoder if encoder else cut_target
         net = cut(self.config, self.weights, layers, recipe.train_embedding, self.device)
+        facts: Json = {"layers": layers}
+        if encoder:
+            facts |= self._shorten(net, answers)
 
         def write(loop: TrainingLoop) -> Json:
-            result = self._result(loop, answers) | {"layers": layers}
+            result = self._result(loop, answers) | facts
             form = (tokenizer, DTYPES[recipe.store], model_card(result))
             if encoder:
-                write_encoder_decoder(recipe.out, self.checkpoint.path, net.config, net, *form)
+                drafts = {"target_hash": self.identity, "draft_ids": None if net.ids is None else net.ids.tolist()}
+                drafts["acceptance"] = loop.evaluations[-1]["kinds"][ALL]["alpha_by_position"]
+                write_encoder_decoder(recipe.out, self.checkpoint.path, net.config, net, *form, drafts)
             else:
                 write_folder(recipe.out, net.config, InMemory(net.state_dict()), *form)
             return result
 
         objective: Any = EncoderDecoderObjective if encoder else ModelObjective
         return _DrafterBuild(objective(net, target, recipe.k, recipe.soft), write)
+
+    def _shorten(self, net: EncoderDecoderNet, answers: list[Answer]) -> Json:
+        """Let a model draft frequent tokens only: most of such a model's weights are output rows. For the report."""
+        size = self.config.vocab_size
+        if not 0 < self.recipe.draft_vocab < size:
+            return {}
+        short = choose_vocabulary(answers, size, self.recipe.draft_vocab, self._special_ids())
+        net.ids = short.ids.to(self.device)
+        coverage = {"coverage": short.coverage, "held_coverage": short.held_coverage}
+        return {"vocabulary": {"size": len(short.ids)} | coverage}
 
     def _loop(self, objective: Objective[Any], answers: list[Answer]) -> TrainingLoop:
         recipe, longest = self.recipe, self.config.context_length

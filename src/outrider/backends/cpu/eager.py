@@ -43,6 +43,10 @@ class Eager:
         self.model, self.plane, self.first_layers = model, plane, first_layers
         self._worker: ThreadPoolExecutor | None = None
 
+    def encode(self, sources: list[tuple[list[int], Tensor]]) -> None:
+        if self.model.reader is not None:
+            self.model.reader.read(sources, self.plane)
+
     def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> PendingPass:
         def run() -> Output:
             if self.first_layers is not None:

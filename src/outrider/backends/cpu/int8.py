@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import struct
 from array import array
+from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,7 +24,7 @@ from ...engine.cache import Plane
 from ...models.config import SILU, ModelConfig
 from ...models.stages import stage
 from ...types import Output
-from .. import WHOLE, Model, Part, PlaneShape, ops
+from .. import WHOLE, Chain, Model, Part, PlaneShape, ops
 from ..experts import Experts, Router
 from ..linear import linear
 from ..rows import Rows
@@ -51,7 +52,7 @@ class Int8Transformer(Model):
         kernels = ops._loaded().kernels
         self.native = None if kernels is None else NativePass(self, kernels)
         self.torch = TorchPass(self) if kernels is None else None
-        self.keeps_streams = kernels is not None
+        self.keeps_streams = self.drafts_chains = kernels is not None
 
     @property
     def plane_shape(self) -> PlaneShape:
@@ -66,6 +67,13 @@ class Int8Transformer(Model):
         run = self.native or self.torch
         assert run is not None
         return run(rows, plane, part, x, taps)
+
+    def chains(
+        self, rows: Rows, plane: Plane, slots: list[list[int]], budgets: list[int], floor: float, vocab: int | None
+    ) -> list[Chain]:
+        assert self.native is not None
+        plane.count_pass()
+        return self.native.chains(rows, plane, slots, budgets, floor, vocab)
 
 
 def calibration_ids(checkpoint: Checkpoint, count: int) -> list[int]:
@@ -168,25 +176,73 @@ class NativeRows:
         return (*fields, self.table.data_ptr(), self._tails.buffer_info()[0] if self.depth else 0)
 
 
+class ChainBuffers:
+    """What native code drafts chains into, and where: the fields of `Chain` in chain.h around the ids."""
+
+    def __init__(self, slots: list[list[int]], budgets: list[int], floors: Listing[float]) -> None:
+        """floors: of chains of 1, 2, … tokens; the last one holds for longer ones."""
+        self.count, self.longest = len(budgets), max(budgets, default=0)
+        self._slots = array("i", [slot for each in slots for slot in (*each, *[0] * (self.longest - len(each)))])
+        self._floors = array("d", [*floors[: self.longest], *[floors[-1]] * (self.longest - len(floors))])
+        size = self.count * self.longest
+        self._numbers = array("q", [*budgets, *[0] * (self.count + 2 * size)])  # then lengths, then tokens
+        self._survival = array("d", bytes(16 * size))
+        at = self._numbers.buffer_info()[0]
+        self.given = (at, self._slots.buffer_info()[0])
+        self.floors = self._floors.buffer_info()[0]
+        self.made = (at + 16 * self.count, self._survival.buffer_info()[0], at + 8 * self.count)
+
+    def chains(self) -> list[Chain]:
+        count, size, survival = self.count, self.count * self.longest, self._survival
+        lengths, tokens = self._numbers[count : 2 * count], self._numbers[2 * count :]
+        chains = list[Chain]()
+        for i, n in zip(range(0, size, max(self.longest, 1)), lengths, strict=True):
+            own, other = slice(i, i + n), slice(i + size, i + size + n)
+            both = (tokens[own].tolist(), survival[own].tolist()), (tokens[other].tolist(), survival[other].tolist())
+            chains.append(Chain(*both[0], *both[1]))
+        return chains
+
+
 class NativePass(Addresses):
     """The addresses of all weights, in the order of native/pass.h."""
 
     def __init__(self, model: Any, kernels: native.Kernels) -> None:
-        """model: has `config`, `tensors`, `cos` and `sin`."""
+        """model: has `config`, `tensors`, `cos`, `sin` and `draft_ids`."""
         super().__init__(model.tensors, model.cos, model.sin)
+        every = torch.arange(model.config.vocab_size) if model.draft_ids is None else model.draft_ids
+        self.ids = ops.contiguous(every, torch.int64)  # [V] or [D]: of each output row
         self.config, self.tensors, self.kernels, self.length = model.config, model.tensors, kernels, model.cos.shape[0]
         self.half, self._rope = model.cos.shape[1], ops.addresses_of(model.cos, model.sin)
-        self._models = {model.config.vocab_size: self._pack_model(model.config.vocab_size)}
+        self._models = {len(self.ids): self._pack_model(len(self.ids))}
+
+    def _with_outputs(self, vocab: int | None) -> tuple[int, int]:
+        """The model with its first `vocab` outputs (None: with all), and their number."""
+        outputs = min(vocab or len(self.ids), len(self.ids))
+        if outputs not in self._models:
+            self._models[outputs] = self._pack_model(outputs)
+        return self._models[outputs], outputs
+
+    def chains(
+        self, rows: Rows, plane: Plane, slots: list[list[int]], budgets: list[int], floor: float, vocab: int | None
+    ) -> list[Chain]:
+        """As `Model.chains`."""
+        inputs, out = NativeRows(rows), ChainBuffers(slots, budgets, (floor,))
+        model, _ = self._with_outputs(vocab)
+        self.kernels.chain(
+            model, *inputs.addresses(), 0, 0, self._addresses(plane), 0, 0, 0, 0, 0, 0,
+            inputs.table.shape[1], inputs.depth, plane.k[0].shape[0], inputs.count, out.count, 0, self.config.layers,
+            torch.get_num_threads(), self._sources(rows),
+            *out.given, self.ids.data_ptr(), out.floors, 0, 0, *out.made, 0, out.longest, 0, 1.0,
+        )  # fmt: skip
+        return out.chains()
 
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
         c, inputs = self.config, NativeRows(rows)
         stop = c.layers if part.stop is None else part.stop
         x = None if x is None else x.to(torch.float32).contiguous()
-        ids = min(part.vocab or c.vocab_size, c.vocab_size)
-        if ids not in self._models:
-            self._models[ids] = self._pack_model(ids)
+        model, outputs = self._with_outputs(part.vocab)
         wanted = len(inputs.lists[-1]) if part.head else 0
-        logits = torch.empty(wanted, ids)  # [R, V]
+        logits = torch.empty(wanted, outputs)  # [R, V]
         highest, leaders = array("f", bytes(4 * wanted)), array("q", bytes(8 * wanted))
         hidden = {i: torch.empty(inputs.count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
@@ -194,15 +250,19 @@ class NativePass(Addresses):
         if attention or mlp:
             skips = array("B", [_SKIP_ATTENTION * (i in attention) + _SKIP_MLP * (i in mlp) for i in range(stop)])
         self.kernels.int8_pass(
-            self._models[ids], *inputs.addresses(), *ops.addresses_of(x), 0, self._addresses(plane),
+            model, *inputs.addresses(), *ops.addresses_of(x), 0, self._addresses(plane),
             *((logits.data_ptr(), highest.buffer_info()[0], leaders.buffer_info()[0]) if wanted else (0, 0, 0)),
             0 if tapped is None else tapped.buffer_info()[0],
             self._stream_addresses(plane), 0 if skips is None else skips.buffer_info()[0],
             inputs.table.shape[1], inputs.depth, plane.k[0].shape[0], inputs.count, wanted, part.start, stop,
-            torch.get_num_threads(),
+            torch.get_num_threads(), self._sources(rows),
         )  # fmt: skip
         scores = logits if part.head else logits.new_zeros(0)
         return Output(scores, hidden, highest.tolist(), leaders=leaders.tolist())
+
+    def _sources(self, rows: Rows) -> int:
+        """The address of the rows' `Sources`; 0: such models read none."""
+        return 0
 
     def _product(self, name: str, outputs: int | None = None) -> tuple[int, ...]:
         """The fields of a product's `Linear`, or of its first outputs."""
@@ -217,9 +277,14 @@ class NativePass(Addresses):
         c, words = self.config, self._words()
         layers = b"".join(self._pack_layer(i) for i in range(c.layers))
         sizes = (c.hidden_size, c.heads, c.kv_heads, c.head_dim, self.half, c.intermediate_size, ids)
-        addresses = (self._keep(layers), self.tensors["norm"].data_ptr(), words.embedding, *self._rope)
-        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *native.NO_LINEAR, 0, *words.elsewhere)
+        norm = self.tensors.get("norm")
+        addresses = (self._keep(layers), *ops.addresses_of(norm), words.embedding, *self._rope)
+        rest = (self.length, c.norm_eps, 0, 0, 0, c.vocab_size, *native.NO_LINEAR, 0, *words.elsewhere, self._bart())
         return self._keep(struct.pack(native.MODEL, *addresses, *self._product("head", ids), *sizes, *rest))
+
+    def _bart(self) -> int:
+        """The address of the model's `Bart`; 0: its layers are Llama's."""
+        return 0
 
     def _pack_layer(self, i: int) -> bytes:
         prefix, c = f"layers.{i}.", self.config
@@ -229,8 +294,49 @@ class NativePass(Addresses):
         return struct.pack(native.LAYER, *norms, *linears, i not in c.no_rope_layers, c.window(i))
 
 
+class NativeBartPass(NativePass):
+    """The same for BART and Marian, whose rows attend to a source, too."""
+
+    def __init__(self, model: Int8Decoder, kernels: native.Kernels) -> None:
+        self._positions = model.positions
+        super().__init__(model, kernels)
+        assert model.positions is not None
+        self.length = min(self.length, model.positions.shape[0])
+
+    def _sources(self, rows: Rows) -> int:
+        s = rows.sources
+        if s is None:
+            self._read = [torch.zeros(1, 1, dtype=torch.int32), torch.zeros(rows.count, dtype=torch.int64)]
+        else:
+            self._read = [ops.contiguous(s.table, torch.int32), ops.contiguous(s.lengths, torch.int64)]
+        packed = struct.pack(native.SOURCE_TABLE, *ops.addresses_of(*self._read), self._read[0].shape[1])
+        self._packed_sources = array("B", packed)  # until the next pass
+        return self._packed_sources.buffer_info()[0]
+
+    def _bart(self) -> int:
+        c, t = self.config, self.tensors
+        norm = t.get("embed_norm")
+        layers = self._keep(b"".join(self._pack_source_layer(i) for i in range(c.layers)))
+        vectors = (self._positions, *((None, None) if norm is None else norm))
+        activation = ops.ACTIVATIONS.index(c.activation)
+        return self._keep(struct.pack(native.BART, layers, *ops.addresses_of(*vectors), c.embedding_scale, activation))
+
+    def _pack_source_layer(self, i: int) -> bytes:
+        at, t = f"layers.{i}.", self.tensors
+        biases = (t[f"{at}attention_norm"][1], t[f"{at}mlp_norm"][1], *t[f"{at}cross_norm"])
+        linears = (*self._product(f"{at}cross_q"), *self._product(f"{at}cross_out"))
+        return struct.pack(native.BART_LAYER, *ops.addresses_of(*biases), *linears)
+
+
+def suits_bart_pass(c: ModelConfig) -> bool:
+    """Whether the native pass knows these layers."""
+    usual = c.stream_norm and c.layer_norm and c.encoder is not None and not c.gated and bool(c.positions)
+    ordinary = c.heads == c.kv_heads and c.attention_scale == c.head_dim**-0.5 and c.logit_scale == 1.0
+    return usual and ordinary and not c.logit_cap and not c.experts
+
+
 class Int8Decoder(Transformer):
-    """A decoder of any family, layer by layer, with int8 products; the one native call knows Llama's layers only."""
+    """A decoder of any family, layer by layer, with int8 products; the native calls know Llama's and BART's layers."""
 
     exact = True  # every product is row-invariant on every machine
 
@@ -247,6 +353,35 @@ class Int8Decoder(Transformer):
         if config.encoder is not None:
             own = {name.removeprefix(quant.ENCODER): t for name, t in tensors.items() if name.startswith(quant.ENCODER)}
             self.add_encoder(Int8Decoder(config.encoder, own, config.encoder.context_length, bidirectional=True))
+        kernels = ops._loaded().kernels
+        self.native = None if kernels is None or not suits_bart_pass(config) else NativeBartPass(self, kernels)
+        self.drafts_chains = self.native is not None
+
+    def shorten(self, ids: Tensor) -> bool:
+        short = quant.product(self.tensors, "head", self.config).only(ids)
+        self.tensors = self.tensors | quant.in_arenas(short.named("head").items())
+        self.head, self.draft_ids = int8_product(short), ids
+        if self.native is not None:
+            self.native = NativeBartPass(self, self.native.kernels)
+        return True
+
+    def chains(
+        self, rows: Rows, plane: Plane, slots: list[list[int]], budgets: list[int], floor: float, vocab: int | None
+    ) -> list[Chain]:
+        assert self.native is not None
+        plane.count_pass()
+        self._read_sources(rows, plane)
+        return self.native.chains(rows, plane, slots, budgets, floor, vocab)
+
+    @torch.inference_mode()
+    def forward(
+        self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
+    ) -> Output:
+        if self.native is None:
+            return super().forward(rows, plane, part, x, taps)
+        plane.count_pass()
+        self._read_sources(rows, plane)
+        return self.native(rows, plane, part, x, taps)
 
     def _layer(self, i: int) -> Layer:
         c, at, t = self.config, f"layers.{i}.", self.tensors
@@ -459,7 +594,7 @@ class NativeProduct(Addresses):
         """The model with the first outputs."""
         fields = (*self.fields[:5], outputs, *self.fields[6:])
         sizes = (self.fields[6], 1, 1, 1, 0, 1, outputs, 1)
-        model = (0, 0, 0, 0, 0, *fields, *sizes, 0.0, 0, 0, 0, 1, *native.NO_LINEAR, 0, *Words().elsewhere)
+        model = (0, 0, 0, 0, 0, *fields, *sizes, 0.0, 0, 0, 0, 1, *native.NO_LINEAR, 0, *Words().elsewhere, 0)
         return self._keep(struct.pack(native.MODEL, *model))
 
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
@@ -478,5 +613,5 @@ class NativeProduct(Addresses):
         zeros, every = _indices(rows)
         inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr()]
         threads = torch.get_num_threads()
-        self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 0, 0, 0, 1, 0, 1, rows, rows, 0, 0, threads)
+        self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 0, 0, 0, 1, 0, 1, rows, rows, 0, 0, threads, 0)
         return out

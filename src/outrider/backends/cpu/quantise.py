@@ -100,6 +100,15 @@ class Quantised:
         whole = self.weight[ids // lanes, :, ids % lanes].flatten(1)[:, : self.inputs]  # [n, inputs] uint8
         return (whole.float() - 128) * self.scale[ids, None]
 
+    def only(self, ids: Tensor) -> Quantised:
+        """The product with these outputs alone [n]; not for a gated pair."""
+        padding = (0, -len(ids) % OUTPUTS)
+        block, lane = ids // OUTPUTS, ids % OUTPUTS
+        weight, high = (_blocks(part[block, :, lane].flatten(1).short() - 128) for part in (self.weight, self.high))
+        bias = None if self.bias is None else F.pad(self.bias[ids], padding)
+        scale = F.pad(self.scale[ids], padding)
+        return Quantised(weight, high, scale, bias, self.outliers, len(ids), self.inputs)
+
     def named(self, name: str) -> Tensors:
         """Its tensors under the product's name, as they are stored."""
         parts = {part: getattr(self, part) for part in (*PARTS, "bias")}

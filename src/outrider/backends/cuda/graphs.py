@@ -127,6 +127,9 @@ class Graphs:
         self.rounds: Any = None  # `rounds.Rounds`, where this is the target's
         state.add_reader(model, plane)
 
+    def encode(self, sources: list[tuple[list[int], Tensor]]) -> None:
+        """Passes read their sources themselves."""
+
     def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> PendingPass:
         return PendingPass(self.state, *self._replay("verify", batch, WHOLE, taps), batch)
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from ...backends import Chain
 from ...backends.rows import rows_of
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache, Plane
@@ -28,7 +29,7 @@ from ...types import Sequence, Step
 from .._rollout import CHUNK
 
 if TYPE_CHECKING:
-    from .network import Chain, Head
+    from .network import Head
 
 _FEW = 16  # rows that are read with those whose scores are needed
 _SEQUENCES = 256  # more than these are checked for sequences that have ended without `drop`

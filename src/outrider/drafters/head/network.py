@@ -16,15 +16,15 @@ import struct
 from array import array
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...backends import PlaneShape, ops, with_index
+from ...backends import Chain, PlaneShape, ops, with_index
 from ...backends.cpu import native, quantise
 from ...backends.cpu.blocks import GATED, BlockLinear, BlockTransformer, joined
-from ...backends.cpu.int8 import Addresses, Int8Linear, NativeRows, Words
+from ...backends.cpu.int8 import Addresses, ChainBuffers, Int8Linear, NativeRows, Words
 from ...backends.cpu.native import COLUMNS
 from ...backends.cpu.quantise import OUTPUTS
 from ...backends.linear import linear, summed
@@ -49,15 +49,6 @@ from .._trained import DraftVocabulary
 
 Correction = tuple[Tensor, Tensor]  # [r, H] and [H, r]: a state h [H] becomes h + up down h
 _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a multiple of this
-
-
-class Chain(NamedTuple):
-    """Drafted tokens, the second-likeliest token in the place of each, and the survival of all of them."""
-
-    tokens: list[int]
-    survival: list[float]
-    others: list[int]
-    others_survival: list[float]
 
 
 @dataclass(frozen=True)
@@ -495,6 +486,7 @@ class Int8Head(Addresses):
             features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
             scores.data_ptr() if wanted else 0, 0, 0, taps.buffer_info()[0], 0, 0,
             length, inputs.depth, plane.k[0].shape[0], count, wanted, 0, self.layers, torch.get_num_threads(),
+            0,
         )  # fmt: skip
         return scores, outputs
 
@@ -503,32 +495,19 @@ class Int8Head(Addresses):
         budgets: list[int], floors: Listing[float],
     ) -> list[Chain]:  # fmt: skip
         """As `Head.chains`. features [T, H]; with `fused` false, hidden states [T, taps * H]."""
-        inputs, count, longest = NativeRows(rows), len(budgets), max(budgets, default=0)
-        features, others = features.to(torch.float32).contiguous(), head._other_rows
-        places = array("i", [slot for each in slots for slot in (*each, *[0] * (longest - len(each)))])
-        size = count * longest
-        numbers = array("q", [*budgets, *[0] * (count + 2 * size)])  # then lengths, then tokens
-        survival = array("d", bytes(16 * size))
-        ends = array("d", [*floors[:longest], *[floors[-1]] * (longest - len(floors))])
-        at = numbers.buffer_info()[0]
+        inputs, out, others = NativeRows(rows), ChainBuffers(slots, budgets, floors), head._other_rows
+        features = features.to(torch.float32).contiguous()
         self.kernels.chain(
             self._model, *inputs.addresses(),
             features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
             0, 0, 0, 0, 0, 0, inputs.table.shape[1], inputs.depth, plane.k[0].shape[0],
-            inputs.count, count, 0, self.layers, torch.get_num_threads(),
-            at, places.buffer_info()[0], head.ids.data_ptr(), ends.buffer_info()[0],
+            inputs.count, out.count, 0, self.layers, torch.get_num_threads(), 0,
+            *out.given, head.ids.data_ptr(), out.floors,
             *((0, 0) if others is None else ops.addresses_of(others.rows, others.places)),
-            at + 16 * count, survival.buffer_info()[0], at + 8 * count,
-            0 if others is None else len(others.index), longest, head.config.norm_output,
+            *out.made, 0 if others is None else len(others.index), out.longest, head.config.norm_output,
             head.config.logit_scale,
         )  # fmt: skip
-        lengths, tokens = numbers[count : 2 * count], numbers[2 * count :]
-        starts = range(0, size, max(longest, 1))
-        slices = [(slice(i, i + n), slice(i + size, i + size + n)) for i, n in zip(starts, lengths, strict=True)]
-        return [
-            Chain(tokens[own].tolist(), survival[own].tolist(), tokens[other].tolist(), survival[other].tolist())
-            for own, other in slices
-        ]
+        return out.chains()
 
     def _pack(self, head: Head) -> int:
         c, words = head.config, self._words()
@@ -541,7 +520,7 @@ class Int8Head(Addresses):
             *self._fields(head.head),
             *(*sizes, head.cos.shape[0], c.norm_eps),
             *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size, *self._fields(head.fc)),
-            *(c.norm_before_residual, *words.elsewhere),
+            *(c.norm_before_residual, *words.elsewhere, 0),
         )
         return self._keep(struct.pack(native.MODEL, *fields))
 

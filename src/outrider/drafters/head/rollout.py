@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ...backends import Chain
 from ...backends.rows import rows_of
 from ...engine.cache import Cache, Plane
 from ...types import Draft, Sequence, Tree, chain
@@ -22,7 +23,7 @@ from .features import CommittedRows, FeatureCache, HeadBatch
 
 if TYPE_CHECKING:
     from .captured import HeadGraphs
-    from .network import Chain, Head
+    from .network import Head
     from .phrases import PhraseMemory
 
 

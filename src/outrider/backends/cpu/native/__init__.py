@@ -65,13 +65,16 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 # Each function takes one struct: P an address, q an int64, d a double. One packed argument is several times cheaper
 # than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "5P2qd3q", "gate_mul": "2P6q", "rope_store": "9P5qd2q", "attend": "11P7q2d3q"}
-STRUCTS |= {"int8_pass": "18P8q", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
+STRUCTS |= {"int8_pass": "18P8qP", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
 STRUCTS |= {"chain": STRUCTS["int8_pass"] + "9P3qd"}
 COLUMNS = 16  # outputs of a block of float weights, as in product.h
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
 LINEAR = "5P3qP"
 LAYER = "4P" + 4 * LINEAR + "2q"
-MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "q2P2q"
+MODEL = "5P" + LINEAR + "8qd3Pq" + LINEAR + "q2P2qP"
+BART_LAYER = "4P" + 2 * LINEAR
+BART = "4Pdq"
+SOURCE_TABLE = "2Pq"
 NO_LINEAR = (0,) * 9
 
 
@@ -427,7 +430,7 @@ def _check_chain(kernels: Kernels, d: int) -> None:
     weight, scale, ones = (ctypes.c_uint8 * len(packed))(*packed), _floats([1 / d] * outputs), _floats([1.0] * d)
     head = (_address(weight), 0, _address(scale), 0, 0, outputs, d, 0, 0)
     sizes = (d, 1, 1, d, 0, d, outputs, length, 0.0, 0, 0, 0, outputs)
-    fields = (0, _address(ones), 0, 0, 0, *head, *sizes, *NO_LINEAR, 0, 0, 0, 0, 0)
+    fields = (0, _address(ones), 0, 0, 0, *head, *sizes, *NO_LINEAR, 0, 0, 0, 0, 0, 0)
     model, stream = ctypes.create_string_buffer(struct.pack(MODEL, *fields)), _floats(x)
     zero, one, budget, ids = _int64s([0]), _int64s([1]), _int64s([length]), _int64s(range(10, 10 + outputs))
     table, slots, lengths = (ctypes.c_int32 * 1)(0), (ctypes.c_int32 * length)(), _int64s([0])
@@ -437,7 +440,7 @@ def _check_chain(kernels: Kernels, d: int) -> None:
     groups = (budget, slots, ids, floors), (tokens, survival, lengths)
     given, made = ([_address(each) for each in group] for group in groups)
     kernels.chain(
-        _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2,
+        _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2, 0,
         *given, 0, 0, *made, 0, length, 0, 1.0,
     )  # fmt: skip
     share = math.e / (math.e + outputs - 1)
@@ -481,7 +484,7 @@ def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
     outputs, d, eps, rows = head[5], head[6], 0.0, len(SIGNS)
     ones = _floats([1.0] * d)
     sizes = (d, 1, 1, d, 0, d, outputs, 1, eps, 0, 0, 0, 1)
-    fields = (0, _address(ones), 0, 0, 0, *head, *sizes, *NO_LINEAR, 0, 0, 0, 0, 0)
+    fields = (0, _address(ones), 0, 0, 0, *head, *sizes, *NO_LINEAR, 0, 0, 0, 0, 0, 0)
     model = ctypes.create_string_buffer(struct.pack(MODEL, *fields))
     stream, out = _floats(sign * value for sign in SIGNS for value in x), _floats([0.0] * rows * outputs)
     zeros, lengths, want = _int64s([0] * rows), _int64s([1] * rows), _int64s(range(rows))
@@ -490,7 +493,7 @@ def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
     highest, leaders = _floats([0.0] * rows), _int64s([0] * rows)
     kernels.int8_pass(
         _address(model), *inputs, 0, _address(stream), 0, 0, _address(out), _address(highest), _address(leaders),
-        0, 0, 0, 1, 0, 1, rows, rows, 0, 0, 2,
+        0, 0, 0, 1, 0, 1, rows, rows, 0, 0, 2, 0,
     )  # fmt: skip
     tops = [out[t * outputs : (t + 1) * outputs] for t in range(rows)]
     _compare("int8_pass", [*highest, *leaders], [*map(max, tops), *(top.index(max(top)) for top in tops)])

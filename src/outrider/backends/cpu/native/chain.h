@@ -1,5 +1,6 @@
-/* A trained head's whole draft in one call: it reads the committed rows that its plane lacks, then continues from its own
- * outputs, token by token, for several sequences at once, with one team of threads.
+/* A whole draft in one call: a trained head reads the committed rows that its plane lacks, then continues from its own
+ * outputs, token by token, for several sequences at once, with one team of threads. A model does the same from its tokens
+ * alone (`x` and `shown` are NULL).
  *
  * Promise: the same tokens and survival as by a pass for each depth, bit for bit. A chain ends at its budget, or where the
  * survival of its last token is below the floor of its length.
@@ -31,9 +32,9 @@ typedef struct {
 typedef struct { /* a pass, with what it reads */
     Pass pass;
     State8 state;
-    Attend attend;
-    int64_t *plan; /* memory */
+    Plan plan;
     int64_t *chains; /* [rows] which sequence's chain a row continues */
+    Sources sources; /* of BART's kind */
 } Depth;
 
 typedef struct {
@@ -42,8 +43,8 @@ typedef struct {
     Depth filling; /* K and V of committed rows */
     /* One for each token: a member that was interrupted may still read what was decided for an earlier one. */
     Depth *depths; /* [longest + 1] */
-    float *features; /* [T, H] of committed rows */
-    float *x; /* [R, H] what the rows of a depth continue from */
+    float *features; /* [T, H] of committed rows; NULL: of a model, which reads tokens only */
+    float *x; /* [R, H] what the rows of a depth continue from; NULL as above */
     float *scores, *normed, *other_scores; /* [R, D], [R, H], [R, others] */
     Best *bests; /* [R, piece_count] of pieces of scores */
     float *weights; /* the same */
@@ -82,7 +83,8 @@ static int keep_rows(Member *m, const State8 *shared, int64_t i) {
     const Work first = model->beside_norm && !i ? pack_pair : pack_row;
     const int64_t queries = model->heads * model->d, skipped = queries % OUTPUTS ? 0 : queries / OUTPUTS; /* blocks */
     const int64_t width = qkv->outputs - skipped * OUTPUTS;
-    failed |= pack(m, s, first, &(Packing){s, qkv, s->x, layer->attention_norm, NULL, model->hidden}, p->rows);
+    const float *norm = model->bart ? NULL : layer->attention_norm;
+    failed |= pack(m, s, first, &(Packing){s, qkv, s->x, norm, NULL, model->hidden}, p->rows);
     Rest rest = {{qkv, s->packed, s->qkv - skipped * OUTPUTS, width, STORE}, skipped};
     rest.product.x.rows = p->rows;
     failed |= each(m, multiply_rest, &rest, blocks_of(qkv) - skipped);
@@ -131,13 +133,14 @@ static void place_row(const Chain *c, Depth *to, int64_t chain, int64_t depth) {
     for (int i = 0; i < 6; i++) numbers[i * count + row] = fields[i];
     memcpy((int32_t *)to->pass.ancestors + row * depth, c->slots + chain * c->longest, (size_t)depth * sizeof *c->slots);
     to->chains[row] = chain;
+    if (p->sources) ((int64_t *)to->sources.lengths)[row] = p->sources->lengths[last];
 }
 
 static int open_depth(Depth *depth, char *memory) {
     depth->state.p = &depth->pass;
     depth->state.own = depth->pass.rows <= OWN_ROWS;
     furnish(&depth->state, memory);
-    return plan_attention(&depth->state, &depth->attend, &depth->plan);
+    return plan_attention(&depth->state, &depth->plan);
 }
 
 /* The best but one: the best once that one's score is gone. */
@@ -180,10 +183,12 @@ static int next_depth(const void *job, int64_t part) {
         const int64_t chain = from ? from->chains[i] : i;
         if (from) choose(d, at->depth - 1, i);
         if (from && !goes_on(c, chain, at->depth)) continue;
-        const float *feature = from ? from->state.x + i * n : d->features + c->committed.want[i] * n;
-        float *x = d->x + to->pass.rows * n;
-        if (from && c->continues_normed) normed(x, feature, model->norm, n, model->eps);
-        else memcpy(x, feature, (size_t)n * sizeof *x);
+        if (d->x) {
+            const float *feature = from ? from->state.x + i * n : d->features + c->committed.want[i] * n;
+            float *x = d->x + to->pass.rows * n;
+            if (from && c->continues_normed) normed(x, feature, model->norm, n, model->eps);
+            else memcpy(x, feature, (size_t)n * sizeof *x);
+        }
         place_row(c, to, chain, at->depth);
     }
     to->pass.wanted = to->pass.rows;
@@ -261,7 +266,7 @@ static int64_t furnish_draft(Drafting *d, char *memory) {
     State8 one = {.p = &step};
     char *at = memory;
     d->features = p->shown ? cut(&at, 4 * p->rows * n) : (float *)p->x;
-    d->x = cut(&at, 4 * count * n);
+    d->x = p->shown || p->x ? cut(&at, 4 * count * n) : NULL;
     d->normed = cut(&at, 4 * count * n);
     d->scores = cut(&at, 4 * count * p->model->vocabulary);
     d->other_scores = cut(&at, 4 * count * d->c->others);
@@ -275,10 +280,10 @@ static int64_t furnish_draft(Drafting *d, char *memory) {
     return at - memory;
 }
 
-/* The numbers of each depth's rows: six for each row, then its chain and its ancestors. */
+/* The numbers of each depth's rows: six for each row, then its chain, its source's length and its ancestors. */
 static int open_depths(Drafting *d) {
     const Chain *c = d->c;
-    const int64_t count = c->committed.wanted, each_depth = 7 * count + (count * c->longest + 1) / 2;
+    const int64_t count = c->committed.wanted, each_depth = 8 * count + (count * c->longest + 1) / 2;
     d->depths = calloc((size_t)c->longest + 1, sizeof *d->depths + (size_t)each_depth * sizeof(int64_t));
     if (!d->depths) return 1;
     int64_t *numbers = (int64_t *)(d->depths + c->longest + 1);
@@ -297,7 +302,12 @@ static int open_depths(Drafting *d) {
         p->context = numbers + 4 * count;
         p->want = numbers + 5 * count;
         d->depths[i].chains = numbers + 6 * count;
-        p->ancestors = (int32_t *)(numbers + 7 * count);
+        if (p->sources) {
+            d->depths[i].sources = *p->sources;
+            d->depths[i].sources.lengths = numbers + 7 * count;
+            p->sources = &d->depths[i].sources;
+        }
+        p->ancestors = (int32_t *)(numbers + 8 * count);
     }
     return 0;
 }
@@ -324,8 +334,8 @@ static int draft_chains(const Chain *c) { /* 1: no memory; 2: an index is out of
     d.filling.pass.wanted = 0;
     int failed = d.filling.pass.rows && open_depth(&d.filling, d.memory);
     failed = failed || together(draft_all, &d, p->threads);
-    free(d.filling.plan);
-    for (int64_t i = 0; i <= c->longest; i++) free(d.depths[i].plan);
+    free_plan(&d.filling.plan);
+    for (int64_t i = 0; i <= c->longest; i++) free_plan(&d.depths[i].plan);
     free(d.depths);
     return failed;
 }

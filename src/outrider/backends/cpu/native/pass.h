@@ -20,9 +20,29 @@ typedef struct {
     int64_t rope, window;
 } Layer;
 
+typedef struct { /* what a layer of BART's kind has beside the fields of `Layer` */
+    const float *attention_bias, *mlp_bias; /* [H] of the layer norms whose gains are there */
+    const float *cross_norm, *cross_bias; /* [H] */
+    Linear cross_q, cross_out; /* of attention to the source */
+} BartLayer;
+
+typedef struct { /* BART and Marian: the sum of the stream and a block is normed, and is the stream from there on */
+    const BartLayer *layers;
+    const float *positions; /* [length, H] */
+    const float *embed_norm, *embed_bias; /* [H] or NULL */
+    double embedding_scale;
+    int64_t activation; /* of the MLP, as in Gate */
+} Bart;
+
+typedef struct { /* slots of the sources that rows read, whose K and V are in the planes */
+    const int32_t *table; /* [lines, stride] */
+    const int64_t *lengths; /* [T] tokens of each row's source */
+    int64_t stride;
+} Sources;
+
 typedef struct {
     const Layer *layers;
-    const float *norm; /* [H] */
+    const float *norm; /* [H], or NULL: the stream is normed already */
     const uint16_t *embedding; /* [V, H] bfloat16; or NULL: `word_pieces`, or `stored` */
     const float *cos, *sin; /* [length, half] */
     Linear head;
@@ -36,6 +56,7 @@ typedef struct {
     int64_t begins_normed; /* the residual stream begins with the normed feature */
     const struct Piece *word_pieces; /* [ceil(words / 16)], or NULL */
     Stored stored;
+    const Bart *bart; /* or NULL: layers of Llama's kind */
 } Model;
 
 typedef struct {
@@ -52,11 +73,12 @@ typedef struct {
     float *const *streams; /* the same [S, H], each row in its slot; of ordinary decoders */
     const uint8_t *skips; /* [stop] 1: no attention, 2: no mlp; or NULL */
     int64_t table_stride, depth, slot_count, rows, wanted, start, stop, threads;
+    const Sources *sources; /* of BART's kind */
 } Pass;
 
 typedef struct {
     const Pass *p;
-    Job job; /* attention, divided; its `a` is set for each layer */
+    Job job, across; /* attention to the text and to the source, divided; their `a` is set for each layer */
     Packed packed; /* rows of the next product: one buffer for all members, or one for each */
     int own; /* each has its own */
     float *fused; /* [2T, H]: products of the high bytes of `shown`, and of the low bytes */
@@ -193,6 +215,14 @@ static int pack_shown(const void *job, int64_t t) {
     return 0;
 }
 
+static void place_word(const Model *model, int64_t position, float *x) { /* x: the token's embedding */
+    const Bart *bart = model->bart;
+    const int64_t n = model->hidden;
+    const float scale = (float)bart->embedding_scale, *at = bart->positions + position * n;
+    for (int64_t i = 0; i < n; i++) x[i] = x[i] * scale + at[i];
+    if (bart->embed_norm) layer_normed(x, x, bart->embed_norm, bart->embed_bias, n, (float)model->eps);
+}
+
 static int embed_row(const void *job, int64_t t) {
     const State8 *s = job;
     const Pass *p = s->p;
@@ -203,6 +233,7 @@ static int embed_row(const void *job, int64_t t) {
         for (int64_t i = 0; i < n; i++) s->x[t * n + i] = s->fused[2 * t * n + i] + s->fused[(2 * t + 1) * n + i];
     else if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
     else embed(p->model, p->tokens[t], s->x + t * n);
+    if (p->model->bart && !p->x) place_word(p->model, p->positions[t], s->x + t * n);
     if (head && p->model->begins_normed) normed(s->x + t * n, s->x + t * n, p->model->beside_norm, n, p->model->eps);
     memcpy(s->cos + t * half, p->model->cos + p->positions[t] * half, (size_t)half * sizeof *s->cos);
     memcpy(s->sin + t * half, p->model->sin + p->positions[t] * half, (size_t)half * sizeof *s->sin);
@@ -299,6 +330,87 @@ static int mlp(Member *m, const State8 *s, const Layer *layer) {
     return failed | multiply(m, s, &layer->down, rows, s->x, hidden, ADD);
 }
 
+/* ---------------------------------------------------------------- the same for layers of BART's kind */
+
+typedef struct {
+    const State8 *s;
+    const float *gain, *bias; /* [H] */
+} StreamNorm;
+
+static int norm_stream(const void *job, int64_t t) {
+    const StreamNorm *a = job;
+    const Model *model = a->s->p->model;
+    float *x = a->s->x + t * model->hidden;
+    layer_normed(x, x, a->gain, a->bias, model->hidden, (float)model->eps);
+    return 0;
+}
+
+static int pack_active(const void *job, int64_t t) { /* rows of the MLP, after its activation */
+    const Packing *a = job;
+    const int64_t n = a->linear->inputs, wide = padded(n), kind = a->s->p->model->bart->activation;
+    float *row = scratch(0, wide);
+    if (!row) return 1;
+    memcpy(row, a->from + t * a->from_stride, (size_t)n * sizeof *row);
+    memset(row + n, 0, (size_t)(wide - n) * sizeof *row);
+    for (int64_t i = 0; i < wide; i += W) store(row + i, gated(load(row + i), all(1.0f), kind));
+    to_integers(a, row, t);
+    return 0;
+}
+
+/* Adds a product of these rows to the stream, and norms it. */
+static int close_block(Member *m, const State8 *s, const Linear *linear, Work packing, const float *from, int64_t stride,
+                       const float *gain, const float *bias) {
+    const int64_t hidden = s->p->model->hidden, rows = s->p->rows;
+    int failed = pack(m, s, packing, &(Packing){s, linear, from, NULL, NULL, stride}, rows);
+    failed |= multiply(m, s, linear, rows, s->x, hidden, ADD);
+    return failed | each(m, norm_stream, &(StreamNorm){s, gain, bias}, rows);
+}
+
+/* A product of the stream. */
+static int open_block(Member *m, const State8 *s, const Linear *linear, float *out, int64_t stride) {
+    const int64_t hidden = s->p->model->hidden, rows = s->p->rows;
+    const int failed = pack(m, s, pack_row, &(Packing){s, linear, s->x, NULL, NULL, hidden}, rows);
+    return failed | multiply(m, s, linear, rows, out, stride, STORE);
+}
+
+static int bart_attention(Member *m, const State8 *s, int64_t i) {
+    const Pass *p = s->p;
+    const Layer *layer = p->model->layers + i;
+    const BartLayer *own = p->model->bart->layers + i;
+    const int64_t inner = p->model->heads * p->model->d;
+    int failed = open_block(m, s, &layer->qkv, s->qkv, layer->qkv.outputs);
+    failed |= mix(m, s, layer, p->planes + 2 * i);
+    failed |= close_block(m, s, &layer->out, pack_row, s->mixed, inner, layer->attention_norm, own->attention_bias);
+    failed |= open_block(m, s, &own->cross_q, s->q, inner);
+    Attend a = *s->across.a;
+    a.k = p->planes[2 * i];
+    a.v = p->planes[2 * i + 1];
+    Job job = s->across;
+    job.a = &a;
+    failed |= each(m, attend_whole, &job, job.tile_count * a.kv_heads);
+    return failed | close_block(m, s, &own->cross_out, pack_row, s->mixed, inner, own->cross_norm, own->cross_bias);
+}
+
+static int bart_mlp(Member *m, const State8 *s, int64_t i) {
+    const Layer *layer = s->p->model->layers + i;
+    const float *bias = s->p->model->bart->layers[i].mlp_bias;
+    const int failed = open_block(m, s, &layer->gate_up, s->middle, s->middle_stride);
+    return failed | close_block(m, s, &layer->down, pack_active, s->middle, s->middle_stride, layer->mlp_norm, bias);
+}
+
+/* ---------------------------------------------------------------- all layers */
+
+static int run_layer(Member *m, const State8 *s, int64_t i) {
+    const Pass *p = s->p;
+    const Model *model = p->model;
+    const int skips = p->skips ? p->skips[i] : 0;
+    int failed = 0;
+    if (!(skips & 1))
+        failed |= model->bart ? bart_attention(m, s, i) : attention(m, s, model->layers + i, p->planes + 2 * i);
+    if (!(skips & 2)) failed |= model->bart ? bart_mlp(m, s, i) : mlp(m, s, model->layers + i);
+    return failed;
+}
+
 static int search_logits(const void *job, int64_t part) {
     const State8 *s = job;
     const int64_t width = s->p->model->vocabulary, pieces = pieces_of(width);
@@ -317,9 +429,7 @@ static int run(Member *m, const void *opaque) {
     }
     failed |= each(m, embed_row, s, p->rows);
     for (int64_t i = p->start; i < p->stop; i++) {
-        const int skips = p->skips ? p->skips[i] : 0;
-        if (!(skips & 1)) failed |= attention(m, s, model->layers + i, p->planes + 2 * i);
-        if (!(skips & 2)) failed |= mlp(m, s, model->layers + i);
+        failed |= run_layer(m, s, i);
         if (p->taps && p->taps[i]) failed |= each(m, tap_row, &(Tap){s, p->taps[i], NULL}, p->rows);
         if (p->streams && p->streams[i]) failed |= each(m, tap_row, &(Tap){s, p->streams[i], p->slots}, p->rows);
     }
@@ -374,28 +484,46 @@ static int is_outside(const Pass *p) { /* whether an index is out of its range *
     return 0;
 }
 
-/* After `furnish`. The caller frees `memory`, and keeps `a` as long as the state. */
-static int plan_attention(State8 *s, Attend *a, int64_t **memory) {
+typedef struct { /* what a pass's attention is planned with; the caller keeps it as long as the state, then frees it */
+    Attend text, source;
+    int64_t *memory[2];
+} Plan;
+
+static void free_plan(Plan *plan) {
+    free(plan->memory[0]);
+    free(plan->memory[1]);
+}
+
+/* After `furnish`. */
+static int plan_attention(State8 *s, Plan *to) {
     const Pass *p = s->p;
     const Model *model = p->model;
-    *a = (Attend){.q = s->q, .table = p->table, .lines = p->lines, .context = p->context,
+    to->memory[0] = to->memory[1] = NULL;
+    to->text = (Attend){.q = s->q, .table = p->table, .lines = p->lines, .context = p->context,
                   .ancestors = p->ancestors, .out = s->mixed, .table_stride = p->table_stride, .depth = p->depth,
                   .rows = p->rows, .heads = model->heads, .kv_heads = model->kv_heads, .d = model->d,
                   .scale = 1.0 / sqrt((double)model->d)};
-    int64_t threads = p->threads;
-    return plan(&s->job, a, &threads, memory);
+    int64_t threads = p->threads, one = 1; /* one: tiles are not divided, because each head is a part of its own */
+    if (plan(&s->job, &to->text, &threads, &to->memory[0])) return 1;
+    if (!model->bart) return 0;
+    to->source = to->text;
+    to->source.table = p->sources->table;
+    to->source.context = p->sources->lengths;
+    to->source.table_stride = p->sources->stride;
+    to->source.ancestors = NULL;
+    to->source.depth = 0;
+    return plan(&s->across, &to->source, &one, &to->memory[1]);
 }
 
 static int int8_pass(const Pass *p) { /* 1: no memory; 2: an index is out of its range */
     if (is_outside(p)) return 2;
     State8 s = {.p = p, .own = p->rows <= OWN_ROWS};
-    Attend a;
+    Plan plan;
     char *memory = (char *)scratch(2, furnish(&s, NULL) / 4);
     if (!memory) return 1;
     furnish(&s, memory);
-    int64_t *plan_memory;
-    int failed = plan_attention(&s, &a, &plan_memory) || together(run, &s, p->threads);
-    free(plan_memory);
+    int failed = plan_attention(&s, &plan) || together(run, &s, p->threads);
+    free_plan(&plan);
     for (int64_t row = 0; p->highest && row < p->wanted; row++) {
         const int64_t pieces = pieces_of(p->model->vocabulary);
         const Best best = best_of_row(s.bests + row * pieces, pieces);
