@@ -48,7 +48,7 @@ def head_of(target: Transformer = TARGET, **variant: Any) -> Head:
 
 def step_by_step(patch: pytest.MonkeyPatch) -> None:
     """A pass for each depth instead of one call."""
-    patch.setattr(HeadRollout, "_drafts_at_once", lambda *_: False)
+    patch.setattr(HeadRollout, "_drafts_natively", lambda *_: False)
 
 
 def drafts(head: Head, sequences: int = 1, k: int = 8, target: Transformer = TARGET, **options: Any) -> list[Tree]:
@@ -168,7 +168,7 @@ def test_where_more_than_the_likeliest_token_is_needed_passes_draft(temperature:
         rollout = engine.drafter.rollout  # type: ignore[attr-defined]
         rollout.record_guesses = record
         seq = Sequence(1, [5, 6, 7, 8], params, seed=3)
-        assert rollout._drafts_at_once([seq]) == (temperature == 0 and not record)
+        assert rollout._drafts_natively([seq]) == (temperature == 0 and not record)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

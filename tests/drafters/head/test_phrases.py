@@ -190,6 +190,7 @@ def test_a_native_chain_is_drafted_again_where_the_memory_knows_better() -> None
         params = SamplingParams(max_tokens=24)
         assert decode(engine, SCENARIOS[1], params) == reference(TARGET, SCENARIOS[1], params)
     assert learning_of(engine).report()["phrases_accepted"] > 0
+    assert not engine.failures
 
 
 def test_it_can_be_switched_off() -> None:

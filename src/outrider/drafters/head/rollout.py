@@ -59,7 +59,7 @@ class HeadRollout(DraftVocabularyRollout):
             draft = self.graphs.chains(seqs, self._starts(seqs), budget)
             self._all_fed(seqs)
             return draft
-        if self._drafts_at_once(seqs):
+        if self._drafts_natively(seqs):
             drafted = self.committed.chains(seqs, budget, [max(floor, self.stop_below) for floor in self.floors])
             self.passes_run += max(len(each.tokens) for each in drafted)
             if self.memory is not None:
@@ -89,7 +89,7 @@ class HeadRollout(DraftVocabularyRollout):
             return chain(drafted.tokens, drafted.survival, source=self.source)
         return with_others(drafted, self.others_above, budget)._replace(source=self.source)
 
-    def _drafts_at_once(self, seqs: list[Sequence]) -> bool:
+    def _drafts_natively(self, seqs: list[Sequence]) -> bool:
         """Whether one native call drafts for these: where nothing but the likeliest token of each pass is needed."""
         return (
             self.head.drafts_chains
