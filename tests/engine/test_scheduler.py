@@ -215,6 +215,15 @@ def drafting(controller: Adaptive, seconds: float) -> None:
         controller.drafting[""].add(1, k, seconds * k)
 
 
+def test_adaptive_without_sequences() -> None:
+    """Where steps are in flight, it may be that no sequence takes a turn."""
+    controller = taught(PassCosts(FLAT), claim=0.5, hits=0.0)
+    for credit in (1.0, 0.0, -1.0):
+        controller.credit.tokens = credit
+        assert controller.budget([], Traits()) == []
+        assert len(controller.budget([turn()], Traits())) == 1
+
+
 def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
     controller = taught(PassCosts(FLAT), claim=0.5, hits=0.0)
     drafting(controller, 5.0)

@@ -136,7 +136,7 @@ class Adaptive(Controller):
         own = [turn.seq.id for turn in turns if turn.seq.has_request_drafts]
         rests = self.rest > 0 and len(turns) == self.rests_for
         self.rest -= 1
-        if rests and not own:
+        if (rests and not own) or not turns:
             return turns
         self._learn_plain()
         self.turns, self.traits, self.tried, self.stop_below, self.is_cheap = turns, traits, set(), 0.0, False
@@ -165,7 +165,7 @@ class Adaptive(Controller):
 
     def _rooms(self, free: int) -> dict[int, int]:
         """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing. Cheap
-        drafters are asked in every step, unless they have found little lately (`_learn_vain`)."""
+        drafters are asked in every step, unless they have found little lately (`_learn_request`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
         if self.credit.tokens <= 0:
             self._rest(self._steps_to(0.0))
