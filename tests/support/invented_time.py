@@ -133,7 +133,8 @@ def fake_model(small: bool = False) -> Any:
     shape = (1, 1, 1, torch.float32)
     return SimpleNamespace(
         config=config, device=CPU, dtype=torch.bfloat16, compute=torch.bfloat16, plane_shape=shape, forward=None,
-        small=small, has_layers=True, identity=lambda: None, encoder=False, mtp=None, reader=None, drafts_chains=False, draft_ids=None,
+        small=small, has_layers=True, identity=lambda: None, encoder=False, mtp=None,
+        reader=None, drafts_chains=False, draft_ids=None,
     )  # fmt: skip
 
 
