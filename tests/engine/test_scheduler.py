@@ -230,7 +230,7 @@ def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
     budgets = [controller.budget([turn()], Traits())[0].budget for _ in range(200)]
     assert not any(budgets)
     controller.credit.tokens = 4.0  # enough for a trial, which may cost a quarter of it
-    budgets = [controller.budget([turn()], Traits())[0].budget for _ in range(Adaptive.REST + 1)]
+    budgets = [controller.budget([turn()], Traits())[0].budget for _ in range(Adaptive.MAX_PAUSE + 1)]
     assert next(filter(None, budgets)) == 1
 
 

@@ -106,7 +106,7 @@ class Adaptive(Controller):
     OUTLIER = 3.0  # times what is expected that seconds count as at most: a descheduled thread says nothing
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
-    REST = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
+    MAX_PAUSE = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FORESEEN = 8  # drafts that a forecast of acceptance counts as
     FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
@@ -122,8 +122,14 @@ class Adaptive(Controller):
         self.asked: set[int] = set()  # sequences whose prompts the drafter has read
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
-        self.rest, self.rests_for = 0, 0  # further steps in which nobody looks, while there are so many sequences
-        self.plain, self.plain_for = list[float](), 0  # seconds of plain steps, with so many sequences, to learn from
+        self.pause, self.pause_batch = (
+            0,
+            0,
+        )  # steps without a look at the drafter; for a batch of this size
+        self.plain_seconds, self.plain_batch = (
+            list[float](),
+            0,
+        )  # of steps to learn from, and their batch's size
         self.is_cheap, self.in_vain = False, 0.0  # the last: seconds of requests after which nothing was drafted
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
@@ -134,16 +140,16 @@ class Adaptive(Controller):
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
         own = [turn.seq.id for turn in turns if turn.seq.has_request_drafts]
-        rests = self.rest > 0 and len(turns) == self.rests_for
-        self.rest -= 1
-        if (rests and not own) or not turns:
+        paused = self.pause > 0 and len(turns) == self.pause_batch
+        self.pause -= 1
+        if (paused and not own) or not turns:
             return turns
         self._learn_plain()
         self.turns, self.traits, self.tried, self.stop_below, self.is_cheap = turns, traits, set(), 0.0, False
         self.credit.admit(len(turns), traits.forecast is not None)
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
         free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
-        rooms = {} if rests else self._rooms(free)
+        rooms = {} if paused else self._rooms(free)
         own = [seq_id for seq_id in own if seq_id not in rooms]
         if not (rooms or own):
             return turns
@@ -152,14 +158,14 @@ class Adaptive(Controller):
 
     def _refuse(self, reason: str, price: float = math.inf) -> dict[int, int]:
         """Nothing is drafted before this price is within the limit; what is expected is looked at now and then."""
-        self._rest(min(self._steps_to(2 * price / self.lead), self.REST))
+        self._pause_for(min(self._steps_until(2 * price / self.lead), self.MAX_PAUSE))
         return self._explain(f"{self.name} is not used: {reason}")
 
-    def _rest(self, steps: float) -> None:
-        """For so many steps nobody looks, unless the batch changes: nothing but the credit does, and that is known."""
-        self.rest, self.rests_for = math.ceil(max(steps, 0.0)), len(self.turns)
+    def _pause_for(self, steps: float) -> None:
+        """No look at the drafter for so many steps, unless the batch changes: meanwhile only the credit grows."""
+        self.pause, self.pause_batch = math.ceil(max(steps, 0.0)), len(self.turns)
 
-    def _steps_to(self, credit: float) -> float:
+    def _steps_until(self, credit: float) -> float:
         """In which the share brings this credit."""
         return (credit - self.credit.tokens) / (self.credit.SHARE * len(self.turns))
 
@@ -168,7 +174,7 @@ class Adaptive(Controller):
         drafters are asked in every step, unless they have found little lately (`_learn_request`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
         if self.credit.tokens <= 0:
-            self._rest(self._steps_to(0.0))
+            self._pause_for(self._steps_until(0.0))
             return self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
@@ -178,9 +184,7 @@ class Adaptive(Controller):
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
         if not self.traits.weighs_cost:
-            if not calls.count:
-                self._foresee(calls)
-            if not calls.count:
+            if not (calls.count or self._foresee(calls)):
                 return self._try(seqs)
             line = calls.line(batch)
             if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
@@ -190,14 +194,16 @@ class Adaptive(Controller):
         self.is_cheap = True
         return dict.fromkeys((seq.id for seq in seqs), free)
 
-    def _foresee(self, calls: DraftCosts) -> None:
-        """Begin with what is known of the drafter's calls: a single first one may be several times slower."""
+    def _foresee(self, calls: DraftCosts) -> bool:
+        """Begin with what is known of the drafter's calls, if anything: a first one may be several times slower."""
         forecast = self.traits.forecast
-        if forecast is not None and forecast.calls:
-            for k, seconds in forecast.calls:
-                calls.add(1, k, seconds)
-            if not self.overall.added:
-                self.overall.foresee(forecast.survival, self.FORESEEN)
+        if forecast is None or not forecast.calls:
+            return False
+        for k, seconds in forecast.calls:
+            calls.add(1, k, seconds)
+        if not self.overall.added:
+            self.overall.foresee(forecast.survival, self.FORESEEN)
+        return True
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
         """The same where drafting costs time: by the acceptance at each depth. Where nothing is expected to pay but a
@@ -289,10 +295,10 @@ class Adaptive(Controller):
         turns, asked = step.turns, any(turn.budget for turn in step.turns)
         prompts = step.partial or None in step.verdicts or sum([turn.feed for turn in turns]) > len(turns)
         if not (asked or prompts):
-            if len(turns) != self.plain_for:
+            if len(turns) != self.plain_batch:
                 self._learn_plain()
-            self.plain_for = len(turns)
-            self.plain.append(step.clock["verify"])
+            self.plain_batch = len(turns)
+            self.plain_seconds.append(step.clock["verify"])
             return
         self._learn_gain(step, self._learn_drafting(step) if asked else 0.0)
         if asked:
@@ -309,19 +315,19 @@ class Adaptive(Controller):
         low = self.credit.first * batch / 2
         if self.credit.tokens < low and self.is_cheap:
             every = 2 * self.in_vain / self.costs(batch, batch) / self.credit.SHARE  # steps
-            self._rest(min(every - 1, self._steps_to(low)))
+            self._pause_for(min(every - 1, self._steps_until(low)))
             self._explain(f"{self.name} has found little lately and is asked now and then")
 
     def _learn_plain(self) -> None:
         """From the steps since the last look in which nothing was drafted: together, so that each costs next to
         nothing."""
-        if not self.plain:
+        if not self.plain_seconds:
             return
-        count, batch = len(self.plain), self.plain_for
+        count, batch = len(self.plain_seconds), self.plain_batch
         self.credit.add(self.credit.SHARE * batch * count, most=self.price_of_full / batch + self.credit.SAVED)
         self.lead = 1 + (self.lead - 1) * (1 - self.RECENT) ** count
-        self.costs.refine(batch, median(self.plain), batch, count)
-        self.plain = []
+        self.costs.refine(batch, median(self.plain_seconds), batch, count)
+        self.plain_seconds = []
 
     def _learn_acceptance(self, step: Step) -> None:
         batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)

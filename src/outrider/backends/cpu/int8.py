@@ -198,8 +198,10 @@ class ChainBuffers:
         chains = list[Chain]()
         for i, n in zip(range(0, size, max(self.longest, 1)), lengths, strict=True):
             own, other = slice(i, i + n), slice(i + size, i + size + n)
-            both = (tokens[own].tolist(), survival[own].tolist()), (tokens[other].tolist(), survival[other].tolist())
-            chains.append(Chain(*both[0], *both[1]))
+            drafted = Chain(
+                tokens[own].tolist(), survival[own].tolist(), tokens[other].tolist(), survival[other].tolist()
+            )
+            chains.append(drafted)
         return chains
 
 
