@@ -104,6 +104,10 @@ class Adaptive(Controller):
     # search of a host drafter (1 to 4 % on a CPU), and not a pass of a head or model (10 % and more)
     RECENT = 0.05  # weight of a step in `lead` and in `in_vain`: the last twenty count
     OUTLIER = 3.0  # times what is expected that seconds count as at most: a descheduled thread says nothing
+    SLOW = (
+        1.25  # times what is expected that a pass with drafts is charged as at most: single passes are slow for other
+    )
+    # reasons (the first ones of a process take up to twice as long), and costs that are wrong are corrected in a dozen
     PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
     FULL = 64  # prompt rows from which on a pass has no row to spare
     MAX_PAUSE = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
@@ -122,14 +126,8 @@ class Adaptive(Controller):
         self.asked: set[int] = set()  # sequences whose prompts the drafter has read
         self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
-        self.pause, self.pause_batch = (
-            0,
-            0,
-        )  # steps without a look at the drafter; for a batch of this size
-        self.plain_seconds, self.plain_batch = (
-            list[float](),
-            0,
-        )  # of steps to learn from, and their batch's size
+        self.pause = self.pause_batch = 0  # steps without a look at the drafter, for a batch of this size
+        self.plain_seconds, self.plain_batch = list[float](), 0  # of steps to learn from, and their batch's size
         self.is_cheap, self.in_vain = False, 0.0  # the last: seconds of requests after which nothing was drafted
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
@@ -366,11 +364,13 @@ class Adaptive(Controller):
         batch, nodes, fed = len(step.turns), sum(step.draft_rows), sum([turn.feed for turn in step.turns])
         verdicts = [verdict for verdict in step.verdicts if verdict is not None]
         timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
+        if timed:
+            self.costs.refine(fed + nodes, step.clock["verify"], batch)
         plain, gain, lead = self.costs(fed, batch), 0.0, 1.0
         speed = batch / (plain if fed == batch else self.costs(batch, batch))
         if verdicts and (nodes or drafting):
             expected = self.costs(fed + nodes, batch)
-            verify = min(step.clock["verify"], self.OUTLIER * expected) if timed else expected
+            verify = min(step.clock["verify"], self.SLOW * expected) if timed else expected
             more = drafting + (verify - plain if nodes else 0.0)  # seconds
             accepted = sum(len(verdict.path) for verdict in verdicts)
             gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
@@ -378,7 +378,6 @@ class Adaptive(Controller):
         self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.price_of_full / batch + self.credit.SAVED)
         if timed:
             self.lead = max(self.lead + self.RECENT * (min(lead, self.OUTLIER * self.lead) - self.lead), 1.0)
-            self.costs.refine(fed + nodes, step.clock["verify"], batch)
 
     def end(self, seq: Sequence) -> None:
         self.asked.discard(seq.id)
