@@ -16,6 +16,7 @@ import multiprocessing
 import subprocess
 import sys
 import time
+import urllib.request
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -99,10 +100,13 @@ def main() -> None:
         rows = {}
         for streams in (int(n) for n in options.streams.split(",")):
             measure(streams, options, texts)  # records the graphs
+            before = seen_by_server()
             rows[streams] = row = measure(streams, options, texts)
+            row["server"] = means(before, seen_by_server())
             gaps, first = row["between_chunks_ms"], row["ttft_ms"]["p50"]
             print(f"{streams} streams: {row['tokens_per_second']:,.0f} tok/s, first token {first:.0f} ms,", end=" ")
-            print(f"between chunks p50 {gaps['p50']:.1f} p99 {gaps['p99']:.1f} ms, {row['failed']} failed", flush=True)
+            print(f"between chunks p50 {gaps['p50']:.1f} p99 {gaps['p99']:.1f} ms, {row['failed']} failed;", end=" ")
+            print("server: " + ", ".join(f"{phase} {ms:.1f}" for phase, ms in row["server"].items()), flush=True)
     finally:
         server.terminate()
         server.wait(60)
@@ -111,6 +115,22 @@ def main() -> None:
     if options.out:
         options.out.write_text(line)
     print(line)
+
+
+PHASES = {"queue_ms": "request_queue_time_seconds", "first_token_ms": "time_to_first_token_seconds"}
+
+
+def seen_by_server() -> dict[str, tuple[float, float]]:
+    """Sum and count, since the start, of what the server measures itself from a request's arrival on."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{PORT}/metrics") as answer:
+        lines = [line.rpartition(" ") for line in answer.read().decode().splitlines()]
+    values = {name.partition("{")[0].partition(":")[2]: float(value) for name, _, value in lines if "{" in name}
+    return {phase: (values[f"{name}_sum"], values[f"{name}_count"]) for phase, name in PHASES.items()}
+
+
+def means(before: dict[str, tuple[float, float]], after: dict[str, tuple[float, float]]) -> dict[str, float]:
+    pairs = {phase: [b - a for a, b in zip(before[phase], after[phase], strict=True)] for phase in PHASES}
+    return {phase: 1e3 * seconds / count for phase, (seconds, count) in pairs.items() if count}
 
 
 def wait_for(process: subprocess.Popen[bytes]) -> None:

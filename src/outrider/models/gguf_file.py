@@ -8,9 +8,11 @@ trained with, and an unknown pre-tokenizer is refused. It knows llama.cpp's conv
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -34,7 +36,8 @@ _SCALARS |= {10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY = 8, 9
 _ALIGNMENT = 32
 _MAX_ARRAY = 1 << 22  # no vocabulary is longer: a damaged count must not exhaust the memory
-_AT_ONCE = 1 << 22  # weights that are dequantised together: temporaries are several times as large
+_AT_ONCE = 1 << 20  # weights that a thread dequantises together: temporaries are several times as large
+_THREADS = min(os.cpu_count() or 1, 8)
 
 
 class _Damaged(Exception):
@@ -390,13 +393,21 @@ class GGUFWeights(Weights):
         return torch.from_numpy(self._file.array(self._names[name], ids.cpu().numpy()))
 
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
-        """Dequantised a part at a time: no more of it than the result is in memory in floats."""
+        """Dequantised in parts by a few threads: no more than these parts is in memory in floats."""
         shape, stored = self.shape(name), self._names[name]
         tensor = torch.empty(shape, dtype=dtype)
         step = max(1, _AT_ONCE // prod(shape[1:])) if len(shape) > 1 else shape[0]
-        for start in range(0, shape[0], step):
+
+        def dequantise(start: int) -> None:
             rows = slice(start, start + step) if step < shape[0] else None
             tensor[start : start + step] = torch.from_numpy(self._file.array(stored, rows))
+
+        starts = range(0, shape[0], step)
+        if len(starts) == 1:
+            dequantise(0)
+        else:
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(dequantise, starts))  # raises what a thread raises
         self._file.release()
         return reorder_rows(name, tensor, self._config, to_gguf=False)
 
