@@ -92,7 +92,7 @@ def arguments() -> argparse.Namespace:
     add("--per-category", type=int, default=1, help="prompts per category in plain and spec")
     add("--rounds", type=int, default=3)
     add("--temperature", type=float, default=0.0, help="of plain, spec and head")
-    add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
+    add("--k", default="4,6,8,10,12", help="spec: fixed K of the draft model, suffix and ngram")
     add("--alphas", default="", help="spec: the draft model with spoiled tokens, at these acceptance rates")
     add(
         "--only",

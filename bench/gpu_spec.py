@@ -35,9 +35,10 @@ Entry = tuple[str, Any, int | str, dict[str, Any]]  # name, drafter, K, options
 
 def all_contenders(lab: Lab) -> list[Contender]:
     """Plain decoding and the selected contenders; each engine takes memory, and time to capture graphs."""
+    ks = [int(k) for k in lab.options.k.split(",") if k]
     entries: list[Entry] = [(name, name, "auto", {}) for name in FREE]
+    entries += [(f"{name} K={k}", name, k, {}) for name in FREE[:2] for k in ks]
     if lab.draft is not None:
-        ks = [int(k) for k in lab.options.k.split(",") if k]
         entries += [(f"model K={k}", "model", k, {}) for k in ks] + [("model auto", "model", "auto", {})]
         for alpha in [float(a) for a in lab.options.alphas.split(",") if a]:
             entries.append((f"spoiled α={alpha:g}", Spoiled, "auto", {"spoil": 1 - alpha}))
