@@ -13,12 +13,12 @@ reached, and none where none is worth more than a margin:
 t is measured and refined (`pass_costs`), t_draft learnt from the step's clock (`draft_costs`), survival from verdicts
 (`acceptance`); λ is the speed of plain decoding times the recent lead over it.
 
-Estimates may be wrong, so no draft costs more than half of the credit, as if every node were rejected: what can be
-lost is bounded, one mistake leaves as much for the next draft, and drafts grow with their success. Where nothing is
-expected to pay but a right draft would, the same credit pays for trials of one node. It also pays for requests of
-drafters on the host, which cost little and often find nothing. `budget` decides before anything is drafted, by what is
-usual; `prune` again, by the survival of what was drafted. Nothing here knows whether a step ran on a CPU or in a GPU's
-round, nor when the host read it.
+`budget` decides before anything is drafted, by what verdicts have shown; `prune` again, by the survival of what was
+drafted. That is a drafter's own claim, corrected by verdicts, so no draft costs more than half of the credit beyond
+half of what is expected of it: one mistake leaves as much for the next draft, and drafts grow with their success. Where
+nothing is expected to pay but a right draft would, the same credit pays for trials of one node. It also pays for
+requests of drafters on the host, which cost little and often find nothing. Nothing here knows whether a step ran on a
+CPU or in a GPU's round, nor when the host read it.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Credit:
     """One account: a first credit for each sequence of the largest batch, SHARE of the time of all passes, prompts
     included, and what drafts gained. Time is counted in tokens that plain decoding makes in it.
 
-    A step that risks no more than this if every node is rejected cannot make n tokens more than the first credit +
-    SHARE · n tokens slower than plain decoding, whatever a drafter claims: who is always wrong lives on SHARE. Reading
-    a prompt is the exception: it is risked where it is expected to pay, and leaves half of the first credit.
+    Who is always wrong lives on SHARE: once verdicts have shown that, n tokens take no longer than the first credit +
+    SHARE · n tokens more than plain decoding, whatever the drafter claims. Reading a prompt is risked where it is
+    expected to pay, and leaves half of the first credit.
     """
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
@@ -232,8 +232,8 @@ class Adaptive(Controller):
 
     def _plan(self, seqs: list[Sequence], line: Line, certain: bool = False) -> dict[int, int]:
         """Sequence -> nodes: as many of each of the most promising ones as gain most, if anything does. certain: if all
-        nodes were right and nothing too risky."""
-        lengths, limit = range(1, self.k_max + 1), math.inf if certain else self.prices.limit
+        nodes were right."""
+        lengths = range(1, self.k_max + 1)
         seconds = [line(self.k_max if self.traits.self_limiting else k) for k in lengths]
         gains = dict[int, list[float]]()
         for seq in seqs:
@@ -247,7 +247,7 @@ class Adaptive(Controller):
             if count & (count - 1) == 0 or count == len(ranked):  # powers of two and the whole batch are enough
                 for k, tokens, drafting in zip(lengths, total, seconds, strict=True):
                     price = self.prices.price(count * k, drafting)
-                    if price <= limit and tokens - price > gain:
+                    if tokens - price > gain:
                         best, gain = (count, k), tokens - price
         return dict.fromkeys(ranked[: best[0]], best[1])
 
