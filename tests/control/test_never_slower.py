@@ -195,6 +195,18 @@ def test_k_auto_is_near_the_best_fixed_k(machine: str, batch: int, right: float)
         assert min(best, plain(machine, batch, answers=12)) > 0.95 * run(machine, nature, batch, answers=12), nature
 
 
+@pytest.mark.parametrize("machine", ["flat", "stairs"])
+def test_a_large_batch_finds_out_about_a_good_draft_model(machine: str) -> None:
+    """Four sequences that are right cannot pay for the passes of a trial, so 64 of them stayed with plain decoding
+    (.996 ×, K = 8 makes 1.22 ×)."""
+    good = Nature(
+        0.997, depth=0.12 * pass_of(machine), sequence=0.004 * pass_of(machine), read=0.0015 * pass_of(machine)
+    )
+    best = min(run(machine, good, 64, k=k) for k in (4, 8))
+    assert best < 0.9 * plain(machine, 64)
+    assert best > 0.97 * run(machine, good, 64)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_copying_is_as_fast_as_with_the_best_fixed_k(machine: str) -> None:
     best = min(run(machine, "suffix", 1, "echo", k, 8) for k in (1, 4, 8, 16))

@@ -108,7 +108,10 @@ class Adaptive(Controller):
         1.25  # times what is expected that a pass with drafts is charged as at most: single passes are slow for other
     )
     # reasons (the first ones of a process take up to twice as long), and costs that are wrong are corrected in a dozen
-    PROBED = 4  # sequences of a batch that are tried together: acceptance is learnt from a few
+    PROBED, PART = (
+        4,
+        8,
+    )  # sequences that are tried together, or this part of a batch: a few answers say too little of it
     FULL = 64  # prompt rows from which on a pass has no row to spare
     MAX_PAUSE = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
@@ -218,7 +221,7 @@ class Adaptive(Controller):
         if not self._plan(seqs, line, certain=True):
             return self._refuse(HOPELESS)
         seqs = sorted(seqs, key=lambda seq: -self._expected(seq)[0])
-        trial, chance = 2 * self.prices.price(min(count, self.PROBED), line(1)), self._expected(seqs[0])[0]
+        trial, chance = 2 * self.prices.price(min(count, self._probed(seqs)), line(1)), self._expected(seqs[0])[0]
         if trial <= self.prices.limit:
             return self._try(seqs)
         return self._refuse(_odds(chance, break_even), trial if chance < break_even else self.prices.price(1, line(1)))
@@ -226,9 +229,12 @@ class Adaptive(Controller):
     def _try(self, seqs: list[Sequence]) -> dict[int, int]:
         """One node for each of a few sequences: those whose prompts the drafter has read, if there are any."""
         some = [seq for seq in seqs if seq.id in self.asked] or seqs
-        self.tried = {seq.id for seq in some[: self.PROBED]}
+        self.tried = {seq.id for seq in some[: self._probed(seqs)]}
         self._explain(f"{self.name} is tried: one node for {len(self.tried)} sequences")
         return dict.fromkeys(self.tried, 1)
+
+    def _probed(self, seqs: list[Sequence]) -> int:
+        return max(self.PROBED, len(seqs) // self.PART)
 
     def _plan(self, seqs: list[Sequence], line: Line, certain: bool = False) -> dict[int, int]:
         """Sequence -> nodes: as many of each of the most promising ones as gain most, if anything does. certain: if all
