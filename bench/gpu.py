@@ -113,6 +113,8 @@ def arguments() -> argparse.Namespace:
     add("--verify-tokens", type=int, default=20_000)
     add("--verify-length", type=int, default=256, help="longest answer")
     add("--verify-k", type=int, default=8)
+    add("--verify-drafters", default="", help="of them, as model,auto; default: all that the model has")
+    add("--verify-slots", type=int, default=32, help="sequences of the mixed batch")
     add("--timeline", type=Path, help="where to write the SVG of rounds")
     add("--section-seconds", type=float, default=240.0)
     add("--seed", type=int, default=1)

@@ -17,6 +17,7 @@ from .encoder_decoder import ENCODER_DECODERS, folder_tensors, model_config, nam
 from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, SourceTokenizer, adapt_tokenizer, foreign_config, open_foreign, open_tokenizer
 from .gguf_file import GGUF, GGUFWeights, gguf_config
+from .marian import open_marian
 from .quantised import QuantisedWeights
 from .tokenizer import Tokenizer, read_json
 from .weights import InMemory, Weights, adapted, check
@@ -93,7 +94,9 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _source_tokenizer(folder: Path) -> Any:
-    """Of an encoder–decoder: transformers' own, or, without transformers, the one in tokenizer.json."""
+    """Of an encoder–decoder: Marian's from its own files, transformers', or, without transformers, tokenizer.json."""
+    if tokenizer := open_marian(folder):
+        return tokenizer
     try:
         return open_tokenizer(folder)
     except ImportError:
