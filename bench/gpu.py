@@ -18,7 +18,7 @@ Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options afte
                   --only "suffix,auto,head chain,head K=6,head tree of 24" --section-seconds 80 --out spec-head.json
     30b           (--model 30b) --sections floor,plain --tokens 64 --rounds 1 --section-seconds 30 --out 30b.json
     11b           (--model 11b --small opus-mt-en-fr) --prompts sources.jsonl --length 512 --sections plain,spec,verify
-                  --tokens 160 --per-category 2 --rounds 2 --k 6,8,12 --alphas .6,.7,.8 --verify-tokens 2000
+                  --tokens 160 --per-category 2 --rounds 2 --k 6,8,12 --alphas .6,.7,.8 --alpha-k 4,auto --verify-tokens 2000
                   --out 11b.json
 
 Every result has its full command under `command`. `--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its
@@ -94,6 +94,7 @@ def arguments() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="of plain, spec and head")
     add("--k", default="4,6,8,10,12", help="fixed K for the draft model")
     add("--alphas", default="", help="spec: the draft model with spoiled tokens, at these acceptance rates")
+    add("--alpha-k", default="auto", help="K of those, as 4,auto")
     add(
         "--only",
         default="",
