@@ -17,8 +17,9 @@ Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options afte
                   --rounds 2 --k 8
                   --only "suffix,auto,head chain,head K=6,head tree of 24" --section-seconds 80 --out spec-head.json
     30b           (--model 30b) --sections floor,plain --tokens 64 --rounds 1 --section-seconds 30 --out 30b.json
-    11b           (--model 11b --small opus-mt-en-fr) --prompts sources.jsonl --length 512 --sections plain,spec,verify
-                  --tokens 160 --per-category 2 --rounds 2 --k 6,8,12 --alphas .6,.7,.8 --alpha-k 4,auto --verify-tokens 2000
+    11b           (--model 11b --small opus-mt-en-fr) --prompts sources.jsonl --length 512 --sections spec,verify,plain
+                  --tokens 128 --per-category 2 --rounds 1 --k 8,12 --alphas .6,.7,.8 --alpha-k 4 --only model,spoiled
+                  --verify-tokens 2000 --verify-length 96 --verify-drafters model,ngram,auto --verify-slots 8
                   --out 11b.json
 
 Every result has its full command under `command`. `--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its
