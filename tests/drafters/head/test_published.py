@@ -237,6 +237,17 @@ def eagle1(llama: Llama, to: Path, bias: bool = True) -> Any:
     return reference
 
 
+def eagle1_speculators(llama: Llama, to: Path) -> Any:
+    """The same head under the names of the speculators format, which leaves embedding and output to the target."""
+    reference = eagle1(llama, to, bias=False)
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+    stored = {n.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): t for n, t in tensors.items()}
+    layer_config = {name: value for name, value in data.items() if name not in ("architectures", "num_hidden_layers")}
+    own = {"layernorms": False, "fusion_bias": False, "architectures": ["EagleSpeculator", "LlamaDecoderLayer"]}
+    saved(to, speculators_format(layer_config, stored, [], "eagle") | own, stored)
+    return reference
+
+
 def medusa(llama: Llama, to: Path, vllm: bool = False) -> Any:
     """The configuration names two heads, the file has six."""
     draft = D if vllm else V
@@ -286,9 +297,8 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
     kinds = own.get("layer_types") or []
     windows = [own["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds]
     causal = own.get("dflash_config", {}).get("causal", False)
-    reference = DFlash(
-        llama, numbers(tensors), c, [1, 4, 8], block=block, mask=9, windows=windows or None, causal=causal
-    )
+    flags = {"windows": windows or None, "causal": causal, "anchored": own.get("sample_from_anchor")}
+    reference = DFlash(llama, numbers(tensors), c, [1, 4, 8], block=block, mask=9, **flags)
     flat = c | {"architectures": ["DSparkDraftModel" if rank else "DFlashDraftModel"], "block_size": block}
     ids = {"mask_token_id": 9, "target_layer_ids": [0, 3, 7]} | own.pop("dflash_config", {})
     saved(to, flat | {"num_target_layers": LAYERS, "dflash_config": ids} | own, tensors)
@@ -316,10 +326,13 @@ def dflash_sliding(llama: Llama, to: Path) -> Any:
 FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "dflash": dflash, "dflash_speculators": dflash_speculators, "dflash_sliding": dflash_sliding,
     "dflash_causal": lambda llama, to: dflash(llama, to, dflash_config={"causal": True}),
-    "dspark": lambda llama, to: dflash(llama, to, markov=5),
+    "dspark": lambda llama, to: dflash(llama, to, K, markov=5, sample_from_anchor=True),
+    "dspark_unanchored": lambda llama, to: dflash(llama, to, markov=5, sample_from_anchor=False),
+    "dflash_anchored": lambda llama, to: dflash(llama, to, K, sample_from_anchor=True),
     "specforge": specforge, "original": original, "angelslim": angelslim, "nvidia": nvidia, "eagle3.1": eagle31,
     "speculators": speculators, "speculators_deep": speculators_deep, "peagle": peagle, "peagle_flat": peagle_flat,
     "eagle1": eagle1, "eagle1_without_bias": lambda llama, to: eagle1(llama, to, bias=False),
+    "eagle1_speculators": eagle1_speculators,
     "medusa": medusa, "medusa_vllm": lambda llama, to: medusa(llama, to, vllm=True),
     "mlp": mlp, "mlp_tied": lambda llama, to: mlp(llama, to, tied=True),
 }  # fmt: skip
@@ -544,6 +557,35 @@ def test_what_a_file_leaves_open_is_found_by_trial(
     assert llm.using(k=3).drafting["head"]["reading"] == reading
 
 
+@pytest.mark.parametrize("anchored", [True, False])
+@pytest.mark.parametrize("stated", [True, False])
+def test_whether_a_blocks_first_row_predicts_is_found_by_trial(
+    anchored: bool, stated: bool, llama: Llama, target: Path, plain: LLM, tmp_path: Path
+) -> None:
+    """A block drafter without attention: its first row knows the last token, its masks know the likeliest choice."""
+    tokenizer = open_checkpoint(target).tokenizer
+    text = [i for prompt in bundled() for i in tokenizer.encode(prompt.text + "\n\n")][:TOKENS]
+    choices = [llama.choice(row[-1]) for row in llama.states(text)]
+    own = {"sample_from_anchor": anchored} if stated else {}
+    dflash(llama, tmp_path / "head", K + (not anchored), **own)
+    data, tensors = json.loads((tmp_path / "head" / "config.json").read_text()), {}
+    for name, tensor in load_file(tmp_path / "head" / "model.safetensors").items():
+        tensors[name] = tensor * (not name.endswith(("o_proj.weight", "down_proj.weight")))
+    embedding = torch.randn(V, H, generator=SEED.manual_seed(4))
+    output, usual = torch.zeros(V, H), max(set(choices), key=choices.count)
+    for token, choice in zip(text, choices, strict=True):
+        output[choice if anchored else (choice + 1) % V] += embedding[token] / embedding[token].norm() ** 2
+    mask = torch.randn(H, generator=SEED.manual_seed(5))
+    output[(usual + 1) % V if anchored else usual] += 9 * mask
+    tensors |= {"norm.weight": torch.ones(H), "embed_tokens.weight": embedding, "lm_head.weight": output}
+    saved(tmp_path / "head", data, tensors | {"mask_embedding": mask})
+    llm = plain.using(drafter="head", head=str(tmp_path / "head"), k=2)
+    head, reading = llm.engine.drafter.rollout.head, llm.drafting["head"].get("reading", "")  # type: ignore[attr-defined]
+    assert head.config.anchored == anchored
+    assert head.config.block == K
+    assert reading == "" if stated else f"first row predicts {'too' if anchored else 'nothing'}" in reading
+
+
 def test_the_doctor_says_what_a_head_is(llama: Llama, target: Path, tmp_path: Path) -> None:
     speculators(llama, tmp_path / "head")
     arguments = ["doctor", "-m", str(target), "--head", str(tmp_path / "head"), "--dtype", "float32"]
@@ -597,6 +639,12 @@ def broken(llama: Llama, to: Path, what: str) -> None:
         data["architectures"] = ["DominoDraftModel"]
     elif what == "algorithm":
         data["speculators_model_type"] = "mtp"
+    elif what == "later algorithm":
+        data["speculators_model_type"] = "eagle9"
+    elif what == "norms":
+        eagle1_speculators(llama, to)
+        data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+        tensors["embedding_layernorm.weight"] = torch.ones(H)
     elif what == "whole model":
         data = {"model_type": "llama", "num_hidden_layers": 12}
     saved(to, data, tensors)
@@ -620,6 +668,7 @@ BROKEN = {
     "quantised": "quantised weights", "last state": "use_aux_hidden_state", "sizes": "config.json",
     "heads": "fit together", "kind": "Domino", "algorithm": "MTP", "whole model": "--draft-model",
     "truncated": "damaged", "no weights": "no .safetensors", "no json": "cannot be read", "code": "more than tensors",
+    "later algorithm": "'eagle9' drafter", "norms": "'embedding_layernorm.weight' that no head known",
 }  # fmt: skip
 
 
@@ -695,7 +744,7 @@ def spoilt_block(llama: Llama, to: Path, what: str) -> None:
         own["target_layer_ids"] = [0, 3, 28]
     else:
         data |= {"sizes": {"head_dim": 8}, "other target": {"num_target_layers": 36}, "other vocabulary": {
-            "vocab_size": 299}, "anchor": {"sample_from_anchor": True}, "block": {"block_size": 1},
+            "vocab_size": 299}, "block": {"block_size": 1},
             "width": {"hidden_size": 24}, "word": {"block_size": "nine"}}[what]  # fmt: skip
     saved(to, data, tensors)
 
@@ -707,7 +756,7 @@ SPOILT = {
     "peagle mask": "without 'mask_hidden'", "peagle token": "mask_token_id", "no mask": "(mask_token_id)",
     "mask outside": "the mask 300", "fewer taps": "names 2 layers of its target, but its fc.weight reads 3",
     "deeper": "reads layer 28, but this target has 8", "sizes": "has the shape", "other target": "36 layers",
-    "other vocabulary": "vocabulary of 299, this one of 300", "anchor": "sample_from_anchor", "block": "blocks of 1",
+    "other vocabulary": "vocabulary of 299, this one of 300", "block": "blocks of 1",
     "width": "names 3 layers of its target, but its fc.weight reads 4", "word": "config.json",
 }  # fmt: skip
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...backends import WHOLE
 from ...backends.rows import rows_of
-from ...engine.cache import Cache
+from ...engine.cache import Cache, Plane
 from ...models.paths import cache_folder, write_quietly
 from ...models.prompts import bundled
 from ...models.published import Reading
@@ -27,10 +27,12 @@ from ...models.speculators import HeadConfig
 from ...models.stages import stage
 from ...types import Sequence
 from .. import Workspace
+from .dflash import Block, DFlashHead, score_blocks
 from .features import HeadBatch
 from .network import Head
 
 TOKENS = 96  # of the text
+BLOCK_EVERY = 4  # tokens of it: where a block drafter is tried
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,8 @@ class _Trial:
         rows.want = list(range(n - 1))
         hidden = torch.cat([self.hidden[tap] for tap in head.config.taps], 1)[: n - 1].to(head.device, head.stream)
         scores, outputs = head.read(rows_of(rows), plane, hidden)
+        if isinstance(head, DFlashHead):
+            return self._agreement_of_blocks(head, plane)
         right = int((self._tokens(head, scores) == self.choices[1:]).sum())
         if head.config.parallel:
             return right / (n - 1)
@@ -140,6 +144,20 @@ class _Trial:
         later.want = list(range(n - 2))
         scores, _ = head.scores(rows_of(later), plane, outputs[: n - 2])
         return (right + int((self._tokens(head, scores) == self.choices[2:]).sum())) / (2 * n - 3)
+
+    def _agreement_of_blocks(self, head: DFlashHead, plane: Plane) -> float:
+        """The same for the first two tokens of blocks behind some of the text's tokens."""
+        size, text = head.config.block_rows, self.seq.tokens
+        places = range(1, len(text) - 2, BLOCK_EVERY)
+        first = plane.add_scratch(len(places) * size)
+        lanes = [list(range(first + i * size, first + (i + 1) * size)) for i in range(len(places))]
+        blocks = [Block(self.seq, at, lane) for at, lane in zip(places, lanes, strict=True)]
+        right = 0
+        for at, scores in zip(places, score_blocks(head, blocks, self.cache, plane), strict=True):
+            before = torch.tensor(text[at : at + 2], device=head.device)
+            given = head.after(scores[:2].to(head.device), before[: len(scores)])
+            right += int((self._tokens(head, given) == self.choices[at : at + len(given)]).sum())
+        return right / (2 * len(places))
 
     def _tokens(self, head: Head, scores: Tensor) -> Tensor:
         return head.ids[scores.argmax(-1).cpu()]
