@@ -25,6 +25,7 @@ from torch import Tensor
 from ..errors import ModelError, first_line
 from .config import ModelConfig, hf_rope, rope_scaling
 from .fetch import HUB_NAME, hub_model
+from .gguf_head import gguf_alone, gguf_head, is_gguf_head
 from .speculators import (
     CONFIG,
     DFLASH,
@@ -105,10 +106,12 @@ class PublishedHead:
 
 
 def head_folder(name: str | Path) -> Path:
-    """The folder of a head: a local one, or one of the hub, which is downloaded on first use."""
-    folder = Path(name).expanduser()
+    """The folder of a head: a local one, or one of the hub, which is downloaded on first use; or a GGUF file."""
+    folder = gguf_alone(Path(name).expanduser())
+    if folder.is_file() and folder.suffix.lower() == ".gguf":
+        return folder
     if not folder.is_dir() and isinstance(name, str) and HUB_NAME.fullmatch(name):
-        return hub_model(name, head=True)
+        return gguf_alone(hub_model(name, head=True))
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}; a head is a folder with a config.json, or a name on the hub.")
     return folder
@@ -116,11 +119,13 @@ def head_folder(name: str | Path) -> Path:
 
 def is_own(folder: Path) -> bool:
     """Whether `outrider train` has written this folder."""
-    return isinstance(read_json(folder).get("outrider"), dict)
+    return not folder.is_file() and isinstance(read_json(folder).get("outrider"), dict)
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds a drafter that needs its target's hidden states, rather than a whole model."""
+    """Whether a folder or file holds a drafter that needs its target's hidden states, rather than a whole model."""
+    if (file := gguf_alone(folder)).is_file():
+        return is_gguf_head(file)
     try:
         data = read_json(folder)
         return "outrider" in data or _kind(data, folder, None) is not None
@@ -130,6 +135,8 @@ def is_head(folder: Path) -> bool:
 
 def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
     """The head in a folder, as it would fit this target; `_trained.insist_on_target` tells whether it does."""
+    if folder.is_file():
+        return _read_gguf(folder, target)
     data = read_json(folder)
     for name in (data.get("speculators_model_type"), *_architectures(data)):
         if name in _REFUSED:
@@ -143,6 +150,24 @@ def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ModelError(f"{folder / CONFIG} is not as a head of its kind has it ({problem}).") from error
+
+
+def _read_gguf(path: Path, target: ModelConfig) -> PublishedHead:
+    """The head in a GGUF file: its file in the words of the speculators format."""
+    stored = gguf_head(path)
+    try:
+        reader = _READERS["speculators" if stored.data["speculators_model_type"] == "eagle3" else DFLASH]
+        read = reader(stored.data, _renamed(stored.tensors), target, str(path))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{path} is not as a head of its kind has it ({problem}).") from error
+    configs = [(reading, reading.config) for reading in read.readings]
+    scaled = tuple(
+        replace(reading, config=replace(config, rope_scaling=stored.scaling))
+        for reading, config in configs
+        if isinstance(config, HeadConfig)
+    )
+    return replace(read, format=read.format.replace("the speculators format", "a GGUF file"), readings=scaled)
 
 
 def _architectures(data: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -26,11 +27,13 @@ from outrider.engine.cache import Cache
 from outrider.engine.trace import read
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.checkpoint import open_checkpoint
+from outrider.models.library import describe
 from outrider.models.prompts import bundled
-from outrider.models.speculators import random_head, target_hash, write_head
+from outrider.models.speculators import WEIGHTS, random_head, target_hash, write_head
 from outrider.types import SamplingParams
 
 from support import tiny
+from support.gguf_heads import write_gguf_head
 from support.head_scores import block_scores, scored
 from support.reference_heads import DFlash, Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
 
@@ -318,6 +321,26 @@ def dflash_speculators(llama: Llama, to: Path) -> Any:
     return DFlash(llama, numbers(tensors | {"mask_embedding": mask}), reference.sizes, [1, 4, 8], block=9, mask=9)
 
 
+def in_gguf(kind: Kind, llama: Llama, to: Path, hidden: int = 24) -> Any:
+    """llama.cpp's file of a narrow EAGLE-3 head with one norm over all taps: layers are named by their inputs."""
+    c = sizes(hidden, intermediate_size=64, num_attention_heads=4, head_dim=8) if hidden == H else sizes(hidden)
+    tensors = eagle3(c, input_norm__weight=(3 * H,))
+    keys = {"target_layers": [2, 4, 8], "target_hidden_size": H, "norm_before_residual": True, "norm_before_fc": True}
+    write_gguf_head(to / "head.gguf", "eagle3", c, tensors, kind, **keys)
+    return Eagle3(llama, numbers(tensors), c, [2, 4, 8], norm_before_residual=True)
+
+
+def dflash_in_gguf(llama: Llama, to: Path, **own: Any) -> Any:
+    """A block drafter's, with sliding layers, and a term for the token before."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    reference = dflash(llama, to / "folder", K, layer_types=kinds, sliding_window=6, sample_from_anchor=True, **own)
+    data, tensors = json.loads((to / "folder" / "config.json").read_text()), load_file(to / "folder" / WEIGHTS)
+    keys = {"target_layers": [1, 4, 8], "block_size": K, "sample_from_anchor": True, "attention__sliding_window": 6}
+    keys |= {"attention__sliding_window_pattern": [True, False, True], "tokenizer__ggml__mask_token_id": 9}
+    write_gguf_head(to / "head.gguf", "dflash", data, tensors, **keys)
+    return reference
+
+
 def dflash_sliding(llama: Llama, to: Path) -> Any:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     return dflash(llama, to, layer_types=kinds, sliding_window=6)
@@ -333,6 +356,8 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "speculators": speculators, "speculators_deep": speculators_deep, "peagle": peagle, "peagle_flat": peagle_flat,
     "eagle1": eagle1, "eagle1_without_bias": lambda llama, to: eagle1(llama, to, bias=False),
     "eagle1_speculators": eagle1_speculators,
+    "gguf": lambda llama, to: in_gguf(Kind.F32, llama, to), "gguf_dflash": dflash_in_gguf,
+    "gguf_dspark": lambda llama, to: dflash_in_gguf(llama, to, markov=5),
     "medusa": medusa, "medusa_vllm": lambda llama, to: medusa(llama, to, vllm=True),
     "mlp": mlp, "mlp_tied": lambda llama, to: mlp(llama, to, tied=True),
 }  # fmt: skip
@@ -341,13 +366,19 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
 # ------------------------------------------------------------ each format
 
 
+def head_at(folder: Path) -> str:
+    """What a user names: the folder, or the GGUF file in it."""
+    file = folder / "head.gguf"
+    return str(file if file.is_file() else folder)
+
+
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_drafts_what_its_definition_says(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
     """Every step's chain of six, through the command line."""
     reference, trace = FORMATS[name](llama, tmp_path / "head"), tmp_path / "run.jsonl"
     arguments = ["generate", "the quick brown fox", "-m", str(target), "--dtype", "float32", "--raw", "--k", str(K)]
-    arguments += ["--drafter", "head", "--set", f"head={tmp_path / 'head'}", "--set", "stop_below=0"]
+    arguments += ["--drafter", "head", "--set", f"head={head_at(tmp_path / 'head')}", "--set", "stop_below=0"]
     done = CliRunner().invoke(app, [*arguments, "-n", "12", "--trace", str(trace), "--json"])
     assert done.exit_code == 0, done.output
     recorded = read(trace)
@@ -385,7 +416,7 @@ def test_no_format_changes_the_text(
     """A sampled batch, chains and trees, and with eight-bit weights."""
     FORMATS[name](llama, tmp_path / "head")
     plain = LLM(target, drafter="off", dtype=dtype, device="cpu")
-    llm = plain.using(drafter="head", head=str(tmp_path / "head"), tree=tree, k=5)
+    llm = plain.using(drafter="head", head=head_at(tmp_path / "head"), tree=tree, k=5)
     params = SamplingParams(max_tokens=10, temperature=0.7, seed=4, ignore_eos=True)
     prompts = ["the quick brown fox", "def add(a, b):", "one two"]
     answers = [[result.token_ids for result in each.generate(prompts, params)] for each in (plain, llm)]
@@ -598,6 +629,58 @@ def test_the_doctor_says_what_a_head_is(llama: Llama, target: Path, tmp_path: Pa
     both = CliRunner().invoke(app, [*arguments, "--drafter", "suffix"])
     assert both.exit_code == 1
     assert "leave one of them out" in both.output
+
+
+def test_a_file_of_llama_cpp_is_named_like_a_folder(llama: Llama, target: Path, plain: LLM, tmp_path: Path) -> None:
+    """Rounded to eight bits; by its own name or its folder's, in vLLM's configuration, and listed as a head."""
+    in_gguf(Kind.Q8_0, llama, tmp_path / "head", hidden=32)
+    file = tmp_path / "head" / "head.gguf"
+    arguments = ["doctor", "-m", str(target), "--head", str(file), "--dtype", "float32"]
+    done = CliRunner().invoke(app, [*arguments, "--limit", "1", "-n", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["head"]["format"] == "an EAGLE-3 head in a GGUF file"
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    said = [plain.using(drafter="head", head=str(at), k=3).generate("one", params) for at in (file, file.parent)]
+    assert said[0][0].token_ids == said[1][0].token_ids == plain.generate("one", params)[0].token_ids
+    assert said[0][0].stats.drafted
+    for at in (file, file.parent):
+        assert from_speculative_config({"model": str(at)}) == {"drafter": "head", "head": str(at)}
+    assert (describe("it", file).kind, describe("it", file.parent).about) == ("head", "eagle3 head in a GGUF file")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"target_layers": [2, 4, 9]}, "reads layer 8, but this target has 8"),
+        ({"target_layers": [2, 4]}, "names 2 layers of its target"),
+        ({"target_layers": "2, 4, 8"}, "is not as a head of its kind has it"),
+        ({"target_hidden_size": 24}, "reads 4 of them"),
+        ({"arch": "dflash"}, "is not as a head of its kind has it (KeyError: 'block_size')"),
+        ({"arch": "llama"}, "is not a trained head but 'llama' (a whole model goes with --draft-model)"),
+        ({"attn_sinks": True}, "midlayer.self_attn.sinks.weight' that no head known"),
+        ({"cut": True}, "incomplete or damaged"),
+        ({"missing": True}, "no tensor 'midlayer.mlp.up_proj.weight'"),
+    ],
+)
+def test_a_file_of_llama_cpp_with_one_thing_wrong(
+    change: dict[str, Any], says: str, llama: Llama, plain: LLM, tmp_path: Path
+) -> None:
+    c, file = sizes(24), tmp_path / "head.gguf"
+    tensors = eagle3(c)
+    keys = {"target_layers": [2, 4, 8], "target_hidden_size": H} | change
+    arch, cut, missing, sinks = (keys.pop(name, None) for name in ("arch", "cut", "missing", "attn_sinks"))
+    if missing:
+        del tensors["midlayer.mlp.up_proj.weight"]
+    if sinks:
+        tensors["midlayer.self_attn.sinks.weight"] = torch.zeros(4)
+    write_gguf_head(file, arch or "eagle3", c, tensors, **keys)
+    if cut:
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(OutriderError) as error:
+        plain.using(drafter="head", head=str(file))
+    assert says in str(error.value)
+    assert str(error.value).endswith(".")
+    assert str(file) in str(error.value)
 
 
 # ------------------------------------------------------------ what is wrong

@@ -510,7 +510,8 @@ def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntV
 
 def _fingerprint(folder: Path) -> str:
     """What its quantised weights are kept under: names, sizes and times of its files, and the kernels' format."""
-    files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+    held = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in held]
     return hashlib.sha256(repr((FORMAT, PACKING, files)).encode()).hexdigest()[:24]
 
 
