@@ -21,14 +21,16 @@ from outrider.backends import ops
 from outrider.cli.app import app
 from outrider.config import from_speculative_config
 from outrider.drafters import Workspace
+from outrider.drafters.head.dflash import DFlashHead
 from outrider.drafters.head.drafter import open_head
-from outrider.drafters.head.readings import TOKENS
+from outrider.drafters.head.readings import BLOCK_EVERY, TOKENS, Trial
 from outrider.engine.cache import Cache
 from outrider.engine.trace import read
 from outrider.errors import ConfigError, OutriderError
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.library import describe
 from outrider.models.prompts import bundled
+from outrider.models.published import read_published
 from outrider.models.speculators import WEIGHTS, random_head, target_hash, write_head
 from outrider.types import SamplingParams
 
@@ -282,7 +284,9 @@ def mlp(llama: Llama, to: Path, tied: bool = False) -> Any:
 
 
 def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own: Any) -> Any:
-    """z-lab's: layer ids name outputs; embedding and output matrix are the target's; norms of q and k."""
+    """z-lab's: layer ids name outputs; embedding and output matrix are the target's; norms of q and k. It is stated
+    whether the first row predicts, unless that is None: weights are random, so that a trial would find either."""
+    own = {"sample_from_anchor": False} | own
     layers = len(own.get("layer_types", "three"))
     c = sizes(num_hidden_layers=layers, model_type="qwen3", rope_theta=5e5)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
@@ -304,7 +308,8 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
     reference = DFlash(llama, numbers(tensors), c, [1, 4, 8], block=block, mask=9, **flags)
     flat = c | {"architectures": ["DSparkDraftModel" if rank else "DFlashDraftModel"], "block_size": block}
     ids = {"mask_token_id": 9, "target_layer_ids": [0, 3, 7]} | own.pop("dflash_config", {})
-    saved(to, flat | {"num_target_layers": LAYERS, "dflash_config": ids} | own, tensors)
+    stated = {name: value for name, value in own.items() if value is not None}
+    saved(to, flat | {"num_target_layers": LAYERS, "dflash_config": ids} | stated, tensors)
     return reference
 
 
@@ -330,6 +335,17 @@ def in_gguf(kind: Kind, llama: Llama, to: Path, hidden: int = 24) -> Any:
     return Eagle3(llama, numbers(tensors), c, [2, 4, 8], norm_before_residual=True)
 
 
+def dspark(llama: Llama, to: Path) -> Any:
+    """DeepSeek's: all in one configuration, with copies of the target's embedding and output matrix."""
+    reference = dflash(llama, to, K, markov=5, sample_from_anchor=True)
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / WEIGHTS)
+    data["architectures"] = ["Qwen3DSparkModel"]
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.from_numpy(llama.w[name]).float()
+    saved(to, data | data.pop("dflash_config"), tensors)
+    return reference
+
+
 def dflash_in_gguf(llama: Llama, to: Path, **own: Any) -> Any:
     """A block drafter's, with sliding layers, and a term for the token before."""
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
@@ -349,7 +365,7 @@ def dflash_sliding(llama: Llama, to: Path) -> Any:
 FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "dflash": dflash, "dflash_speculators": dflash_speculators, "dflash_sliding": dflash_sliding,
     "dflash_causal": lambda llama, to: dflash(llama, to, dflash_config={"causal": True}),
-    "dspark": lambda llama, to: dflash(llama, to, K, markov=5, sample_from_anchor=True),
+    "dspark": dspark,
     "dspark_unanchored": lambda llama, to: dflash(llama, to, markov=5, sample_from_anchor=False),
     "dflash_anchored": lambda llama, to: dflash(llama, to, K, sample_from_anchor=True),
     "specforge": specforge, "original": original, "angelslim": angelslim, "nvidia": nvidia, "eagle3.1": eagle31,
@@ -597,8 +613,7 @@ def test_whether_a_blocks_first_row_predicts_is_found_by_trial(
     tokenizer = open_checkpoint(target).tokenizer
     text = [i for prompt in bundled() for i in tokenizer.encode(prompt.text + "\n\n")][:TOKENS]
     choices = [llama.choice(row[-1]) for row in llama.states(text)]
-    own = {"sample_from_anchor": anchored} if stated else {}
-    dflash(llama, tmp_path / "head", K + (not anchored), **own)
+    dflash(llama, tmp_path / "head", K + (not anchored), sample_from_anchor=anchored if stated else None)
     data, tensors = json.loads((tmp_path / "head" / "config.json").read_text()), {}
     for name, tensor in load_file(tmp_path / "head" / "model.safetensors").items():
         tensors[name] = tensor * (not name.endswith(("o_proj.weight", "down_proj.weight")))
@@ -615,6 +630,42 @@ def test_whether_a_blocks_first_row_predicts_is_found_by_trial(
     assert head.config.anchored == anchored
     assert head.config.block == K
     assert reading == "" if stated else f"first row predicts {'too' if anchored else 'nothing'}" in reading
+
+
+def test_copies_of_the_target_are_shared_with_it(llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    dspark(llama, tmp_path / "head")
+    head = plain.using(drafter="head", head=str(tmp_path / "head")).engine.drafter.rollout.head  # type: ignore[attr-defined]
+    target: Any = plain.target
+    assert head.shares_output
+    assert head.embedding.data_ptr() == target.embedding.data_ptr()
+    tensors = load_file(tmp_path / "head" / WEIGHTS)
+    tensors["lm_head.weight"][61] += 1
+    save_file(tensors, tmp_path / "head" / WEIGHTS)
+    head = plain.using(drafter="head", head=str(tmp_path / "head")).engine.drafter.rollout.head  # type: ignore[attr-defined]
+    assert not head.shares_output
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_blocks_are_tried_behind_the_texts_own_tokens(anchored: bool, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    """Where the target's choices are what the reference drafts there, a trial finds full agreement."""
+    reference = dflash(llama, tmp_path / "head", K, sample_from_anchor=anchored)
+    space = Workspace(plain.target, Cache(64, 2, 64), plain.engine.target.plane, {"head": str(tmp_path / "head")})
+    head, text = open_head(space).head, [(31 * i * i + 7 * i) % V for i in range(1, 19)]
+    assert isinstance(head, DFlashHead)
+    trial = Trial(space, text, sorted(head.config.taps))
+    for at in range(1, len(text) - 2, BLOCK_EVERY):
+        trial.choices[at : at + 2] = torch.tensor(reference.draft(text[: at + 1], 2))
+    assert trial.agreement(head) == 1
+    trial.choices[5] = (trial.choices[5] + 1) % V
+    assert trial.agreement(head) == 7 / 8
+
+
+def test_which_reading_of_a_block_is_the_likeliest(llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    for markov, anchored in ((5, True), (0, False)):
+        dflash(llama, tmp_path / str(markov), K, markov=markov, sample_from_anchor=None)
+        readings = read_published(tmp_path / str(markov), plain.target.config).readings
+        assert [reading.config.anchored for reading in readings] == [anchored, not anchored]  # type: ignore[union-attr]
+        assert [reading.config.block for reading in readings] == [K - (not anchored), K - anchored]
 
 
 def test_the_doctor_says_what_a_head_is(llama: Llama, target: Path, tmp_path: Path) -> None:

@@ -23,7 +23,16 @@ import torch
 from ...backends import Model
 from ...backends.cpu.blocks import BlockTransformer
 from ...backends.cpu.quantise import FORMAT
-from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, row_reader, weight_bytes
+from ...backends.loaded_weights import (
+    embedding_of,
+    is_embedding,
+    is_output_matrix,
+    output_norm,
+    output_product,
+    output_rows,
+    row_reader,
+    weight_bytes,
+)
 from ...backends.rows import rows_of
 from ...control.draft_costs import Line
 from ...engine.cache import Plane
@@ -466,6 +475,7 @@ def _with_target(
     target = space.target
     if config.kind == EAGLE1:
         tensors = tensors | {"feature_norm.weight": output_norm(target)}
+    config, tensors = _without_copies(config, tensors, target)
     tensors = with_output_rows(config, tensors, target)
     output = None if "lm_head.weight" in tensors else output_product(target, dtype)
     device, own = target.device, tensors.get("embed_tokens.weight")
@@ -475,12 +485,18 @@ def _with_target(
     embedding = embedding_of(target)
     if config.kind == DFLASH:
         return DFlashHead(config, tensors, embedding, dtype, device, space.cache.length, output)
-    if own is not None and own.shape == embedding.shape and not config.narrow:  # most are copies of the target's
-        some = torch.arange(0, own.shape[0], 61)
-        if torch.equal(own[some].to(embedding.dtype), embedding[some.to(device)].cpu()):
-            tensors = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
-            config = replace(config, own_embedding=False)
     return Head(config, tensors, embedding, dtype, device, space.cache.length, stored_as, output)
+
+
+def _without_copies(config: HeadConfig, tensors: HeadTensors, target: Model) -> tuple[HeadConfig, HeadTensors]:
+    """Without the target's own embedding and output matrix, which many files hold a copy of: these are shared."""
+    copies = set[str]()
+    if not config.narrow:
+        if is_embedding(tensors.get("embed_tokens.weight"), target):
+            copies, config = copies | {"embed_tokens.weight"}, replace(config, own_embedding=False)
+        if config.draft_vocab_size == config.vocab_size and is_output_matrix(tensors.get("lm_head.weight"), target):
+            copies, config = copies | {"lm_head.weight"}, replace(config, own_output=False)
+    return config, {name: tensor for name, tensor in tensors.items() if name not in copies}
 
 
 def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) -> HeadTensors:
