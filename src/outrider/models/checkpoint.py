@@ -49,8 +49,15 @@ def open_checkpoint(model: str | Path | Checkpoint | None = None) -> Checkpoint:
     if _looks_like_path(str(model)):
         raise ModelError(f"There is no file or folder {model}; give {_CHOICES}.")
     if HUB_NAME.fullmatch(str(model)):
-        return replace(_open_path(hub_model(str(model))), name=str(model))
+        return replace(_open_path(_hub_folder(str(model))), name=str(model))
     raise ModelError(f"There is no model '{model}'; give {_CHOICES}.")
+
+
+def _hub_folder(name: str) -> Path:
+    """With pickled weights only where they can be read: many encoder–decoders are published with no others."""
+    folder = hub_model(name)
+    pickled = read_json(folder / "config.json").get("model_type") in ENCODER_DECODERS
+    return hub_model(name, pickles=True) if pickled and not next(folder.glob("*.safetensors"), None) else folder
 
 
 def _looks_like_path(name: str) -> bool:

@@ -111,7 +111,7 @@ def head_folder(name: str | Path) -> Path:
     if folder.is_file() and folder.suffix.lower() == ".gguf":
         return folder
     if not folder.is_dir() and isinstance(name, str) and HUB_NAME.fullmatch(name):
-        return gguf_alone(hub_model(name, head=True))
+        return gguf_alone(hub_model(name, pickles=True))
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}; a head is a folder with a config.json, or a name on the hub.")
     return folder
