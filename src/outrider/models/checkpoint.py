@@ -18,6 +18,7 @@ from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, SourceTokenizer, adapt_tokenizer, foreign_config, open_foreign, open_tokenizer
 from .gguf_file import GGUF, GGUFWeights, gguf_config
 from .marian import open_marian
+from .published import is_head
 from .quantised import QuantisedWeights
 from .tokenizer import Tokenizer, read_json
 from .weights import InMemory, Weights, adapted, check
@@ -66,6 +67,16 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _open_path(path: Path) -> Checkpoint:
+    try:
+        return _open_model(path)
+    except ModelError as error:
+        if is_head(path):
+            hint = f"use it beside its target, with --drafter head --set head={path}"
+            raise ModelError(f"{path} is a trained head, not a whole model: {hint}.") from error
+        raise
+
+
+def _open_model(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if path.suffix.lower() == ".gguf":

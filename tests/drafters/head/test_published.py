@@ -26,7 +26,7 @@ from outrider.drafters.head.drafter import open_head
 from outrider.drafters.head.readings import BLOCK_EVERY, TOKENS, Trial
 from outrider.engine.cache import Cache
 from outrider.engine.trace import read
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.library import describe
 from outrider.models.prompts import bundled
@@ -906,6 +906,14 @@ def test_blocks_are_checked_too(what: str, llama: Llama, plain: LLM, tmp_path: P
     assert str(tmp_path / "head") in message
     assert message.endswith(".")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["specforge", "eagle1", "medusa", "mlp", "dflash", "speculators", "gguf"])
+def test_a_head_in_place_of_a_model_is_named(name: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    FORMATS[name](llama, tmp_path / "head")
+    at = head_at(tmp_path / "head")
+    with pytest.raises(ModelError, match=f"{at} is a trained head, not a whole model: use it .* --set head={at}."):
+        plain.using(drafter="model", draft_model=at)
 
 
 def test_what_cannot_use_them_says_so(llama: Llama, plain: LLM, tmp_path: Path) -> None:
