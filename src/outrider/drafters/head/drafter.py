@@ -131,11 +131,11 @@ ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a t
 
 @register("head")
 class TrainedHead(Drafter):
-    """Options: head (a folder, mtp, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends),
-    tree, tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU),
-    learn (the head itself learns from what the target emits), learn_phrases (so does a memory beside it; CPU),
-    learn_correction (train the head's correction; by default on a GPU), learn_from, learn_every, learn_cap_ms,
-    learn_share, learn_rate."""
+    """Options: head (a folder, a GGUF file, mtp, or a loaded Head), draft_dtype, stop_below (the survival at which a
+    chain ends), tree, tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by
+    default on a CPU), learn (the head itself learns from what the target emits), learn_phrases (so does a memory beside
+    it; CPU), learn_correction (train the head's correction; by default on a GPU), learn_from, learn_every,
+    learn_cap_ms, learn_share, learn_rate."""
 
     traits = Traits(
         options=(
