@@ -17,8 +17,9 @@ Published results (bench/results/2026-11-15-gpu-NAME.json; NAME and options afte
                   --rounds 2 --k 8
                   --only "suffix,auto,head chain,head K=6,head tree of 24" --section-seconds 80 --out spec-head.json
     30b           (--model 30b) --sections floor,plain --tokens 64 --rounds 1 --section-seconds 30 --out 30b.json
-    11b           (--model 11b --small opus-mt-en-fr) --prompts sources.jsonl --length 512 --sections plain,spec,verify
-                  --tokens 160 --per-category 2 --rounds 2 --k 6,8,12 --alphas .6,.7,.8 --verify-tokens 2000
+    11b           (--model 11b --small opus-mt-en-fr) --prompts sources.jsonl --length 512 --sections spec,verify,plain
+                  --tokens 128 --per-category 2 --rounds 1 --k 8,12 --alphas .6,.7,.8 --alpha-k 4 --only model,spoiled
+                  --verify-tokens 2000 --verify-length 96 --verify-drafters model,ngram,auto --verify-slots 8
                   --out 11b.json
 
 Every result has its full command under `command`. `--model` is smollm2, 7b or 30b (SmolLM2 widened without changing its
@@ -94,6 +95,7 @@ def arguments() -> argparse.Namespace:
     add("--temperature", type=float, default=0.0, help="of plain, spec and head")
     add("--k", default="4,6,8,10,12", help="spec: fixed K of the draft model, suffix and ngram")
     add("--alphas", default="", help="spec: the draft model with spoiled tokens, at these acceptance rates")
+    add("--alpha-k", default="auto", help="K of those, as 4,auto")
     add(
         "--only",
         default="",
@@ -113,6 +115,8 @@ def arguments() -> argparse.Namespace:
     add("--verify-tokens", type=int, default=20_000)
     add("--verify-length", type=int, default=256, help="longest answer")
     add("--verify-k", type=int, default=8)
+    add("--verify-drafters", default="", help="of them, as model,auto; default: all that the model has")
+    add("--verify-slots", type=int, default=32, help="sequences of the mixed batch")
     add("--timeline", type=Path, help="where to write the SVG of rounds")
     add("--section-seconds", type=float, default=240.0)
     add("--seed", type=int, default=1)

@@ -41,7 +41,10 @@ def all_contenders(lab: Lab) -> list[Contender]:
     if lab.draft is not None:
         entries += [(f"model K={k}", "model", k, {}) for k in ks] + [("model auto", "model", "auto", {})]
         for alpha in [float(a) for a in lab.options.alphas.split(",") if a]:
-            entries.append((f"spoiled α={alpha:g}", Spoiled, "auto", {"spoil": 1 - alpha}))
+            for k in lab.options.alpha_k.split(","):
+                name, fixed = f"spoiled α={alpha:g}", k != "auto"
+                entry = (f"{name} K={k}" if fixed else name, Spoiled, int(k) if fixed else k, {"spoil": 1 - alpha})
+                entries.append(entry)
     if lab.options.head:
         entries += with_head(lab)
     wanted = tuple(name for name in lab.options.only.split(",") if name) or ("",)

@@ -16,7 +16,7 @@ from outrider import LLM, SamplingParams
 from outrider.measure.verify import TokenDivergence
 
 DRAFTERS = ("model", "head", "suffix", "ngram", "auto")
-SLOTS, CROWD = 32, 72  # of the mixed batch, and requests that share them
+PER_SLOT = 2.25  # requests that share a slot of the mixed batch
 ALONE = 8  # requests of a lap that run one at a time
 
 
@@ -40,18 +40,20 @@ Request = tuple[list[int], SamplingParams]
 
 def verify_section(lab: Lab) -> dict[str, Any]:
     has = {"model": lab.draft is not None, "head": bool(lab.options.head)}
-    drafters = [name for name in DRAFTERS if has.get(name, True)]
+    chosen = lab.options.verify_drafters.split(",") if lab.options.verify_drafters else DRAFTERS
+    drafters, slots = [name for name in chosen if has.get(name, True)], lab.options.verify_slots
+    crowd = round(slots * PER_SLOT)
     ks = {name: "auto" if name == "auto" else lab.options.verify_k for name in ("off", *drafters)}
     alone = {name: lab.using(name, ks[name]) for name in drafters}
     widest = max(len(q.ids) for q in lab.questions) + lab.options.verify_length + 80
-    crowded = {n: lab.using(n, ks[n], SLOTS, SLOTS * widest) for n in ("off", *drafters)}
+    crowded = {n: lab.using(n, ks[n], slots, slots * widest) for n in ("off", *drafters)}
     plain = lab.using("off")
-    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {SLOTS}, T mixed": (crowded, (0.0, 0.8))}
+    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {slots}, T mixed": (crowded, (0.0, 0.8))}
     cells = {(n, s): Cell("plain" if n == "off" else n, s) for s, (llms, _) in settings.items() for n in llms}
     lap = 0
     while total(cells) < lab.options.verify_tokens and not (lab.late and lap):
         for setting, (llms, temperatures) in settings.items():
-            sent = requests(lab, lap, temperatures, CROWD if llms is crowded else ALONE)
+            sent = requests(lab, lap, temperatures, crowd if llms is crowded else ALONE)
             expected = [ids for request in sent for ids in answers(plain, [request])]
             for name, llm in llms.items():
                 batches = [sent] if llms is crowded else [[request] for request in sent]

@@ -362,7 +362,7 @@ class LLM:
         ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
         bad_words, guide, expected = self._bad_words(params), self.guide_for(params.guide), params.prediction
         if isinstance(expected, str):
-            expected = tuple(self.tokenizer.encode(expected))
+            expected = tuple(self.tokenizer.encode_answer(expected))
         seqs = []
         for seed in params.seeds():
             seq = Sequence(next(self._ids), tokens, params, seed, ends, bad_words, self.config.rule, speculate)
@@ -376,7 +376,8 @@ class LLM:
 
     def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
         """Token ids of each banned word, at the start of a text and after a space."""
-        spelled = {tuple(self.tokenizer.encode(s)) for word in params.bad_words for s in (word, " " + word.lstrip())}
+        starts = [start for word in params.bad_words for start in (word, " " + word.lstrip())]
+        spelled = {tuple(self.tokenizer.encode_answer(start)) for start in starts}
         return tuple(sorted(ids for ids in spelled if ids))
 
     def restart(self, keep: Listing[Sequence] = ()) -> None:

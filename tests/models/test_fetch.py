@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer as Core
+from tokenizers.models import WordLevel
 from typer.testing import CliRunner
 
 from outrider.cli.app import app
@@ -24,6 +26,7 @@ from outrider.errors import ModelError
 from outrider.models import fetch
 from outrider.models.checkpoint import open_checkpoint
 from outrider.models.fetch import Package, default_model, hub_model
+from outrider.models.foreign import SourceTokenizer
 from outrider.models.speculators import random_head, target_hash, write_head
 
 from support import tiny
@@ -355,6 +358,30 @@ def test_pickled_weights_are_taken_where_there_are_no_others(tmp_path: Path, mon
     hub = Hub(tmp_path, files)
     facts = json.loads(fetch_command(monkeypatch, hub, "--json").stdout)
     assert (facts["kind"], facts["about"], facts["files_checked"]) == ("head", "published head for some/model", 1)
+
+
+def test_an_encoder_decoder_with_a_pickle_only_is_opened_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """opus-mt as it is published. The pickle is asked for when there is nothing else."""
+    import transformers
+
+    config = transformers.MarianConfig(
+        vocab_size=96, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=1, pad_token_id=2,
+        decoder_attention_heads=1, encoder_ffn_dim=16, decoder_ffn_dim=16, decoder_start_token_id=2, eos_token_id=0,
+        max_position_embeddings=32,
+    )  # fmt: skip
+    model = transformers.MarianMTModel(config)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    pickle = {"pytorch_model.bin": (tmp_path / "pytorch_model.bin").read_bytes()}
+    names = {"tokenizer.json": Core(WordLevel({f"w{i}": i for i in range(90)}, unk_token="w1")).to_str().encode()}
+    hub = Hub(tmp_path / "marian", {"config.json": config.to_json_string().encode()} | names | pickle)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)  # type: ignore[arg-type]
+    monkeypatch.setattr("outrider.models.checkpoint.open_tokenizer", SourceTokenizer.from_folder)
+    opened = open_checkpoint("me/opus")
+    assert opened.name == "me/opus"
+    assert [any("bin" in pattern for pattern in patterns) for patterns in hub.asked] == [False, True]
+    assert torch.equal(opened.weights.get("embed_tokens.weight", torch.float32), model.model.shared.weight)
 
 
 def test_models_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -182,7 +182,7 @@ class Eagle1(Eagle3):
 
 class DFlash:
     """A block of masks that see each other, over keys and values of the target's fused states. `flags`: block, mask (a
-    token), causal, windows (by layer)."""
+    token), causal, windows (by layer), anchored (the first row predicts too, and each one the token after its own)."""
 
     def __init__(self, target: Llama, w: Weights, sizes: dict[str, Any], boundaries: list[int], **flags: Any) -> None:
         self.target, self.sizes, self.boundaries, self.flags = target, sizes, boundaries, flags
@@ -235,7 +235,8 @@ class DFlash:
 
     def draft(self, tokens: list[int], k: int) -> list[int]:
         chain: list[int] = []
-        for row in self.hidden(tokens)[1 : k + 1]:
+        first = 0 if self.flags.get("anchored") else 1
+        for row in self.hidden(tokens)[first : first + k]:
             scores, before = self.output @ row, [*tokens, *chain][-1]
             if "markov_head.markov_w1.weight" in self.w:
                 scores = (

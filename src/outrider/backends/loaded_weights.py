@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import ConfigError
 from .linear import linear, summed
 
+_EVERY, _COMPARED = 61, 8  # rows and columns by which matrices are compared
 _BASIS = 256  # unit vectors of one product
 
 
@@ -120,6 +121,31 @@ def output_product(target: Any, dtype: torch.dtype) -> Any:
     if dtype is torch.int8:
         return Int8Linear(quant.product(target.tensors, "head", target.config), len(every))
     return target.head if hasattr(target, "head") else linear(output_rows(target, every).to(dtype))
+
+
+def is_output_matrix(matrix: Any, target: Any) -> bool:
+    """Whether a matrix [V, H] is the target's output matrix, by some of its rows or columns."""
+    from .cpu.blocks import BlockTransformer
+
+    read = None if isinstance(target, BlockTransformer) else row_reader(target)
+    if not isinstance(matrix, Tensor) or (read is None and not hasattr(target, "head")):
+        return False
+    if read is not None:
+        return _has_rows(matrix, read)
+    unit = torch.eye(target.config.hidden_size, dtype=target.compute, device=target.device)[:_COMPARED]  # [n, H]
+    columns = summed(target.head(unit)).cpu()  # [n, V]: the weight may be packed
+    return torch.equal(matrix[:, :_COMPARED].T.to(columns.dtype), columns)
+
+
+def is_embedding(matrix: Any, target: Any) -> bool:
+    """Whether a matrix [V, H] is the target's embedding, by some of its rows."""
+    return isinstance(matrix, Tensor) and _has_rows(matrix, lambda ids: embedding_of(target)[ids.to(target.device)])
+
+
+def _has_rows(matrix: Tensor, read: Callable[[Tensor], Tensor]) -> bool:
+    some = torch.arange(0, matrix.shape[0], _EVERY)
+    theirs = read(some).cpu()
+    return theirs.shape[1] == matrix.shape[1] and torch.equal(matrix[some].to(theirs.dtype), theirs)
 
 
 def output_norm(target: Any) -> Tensor:

@@ -125,7 +125,7 @@ def _json_object(text: str | None) -> dict[str, Any]:
 def doctor(
     options: TargetOptions,
     drafter: DrafterName = None,
-    head: Annotated[str | None, Option(help="Examine this head: a folder, or a name on the hub.")] = None,
+    head: Annotated[str | None, Option(help="Examine this head: a folder, a GGUF file, or a name on the hub.")] = None,
     limit: Limit = 7,
     max_tokens: Tokens = 64,
     as_json: Json = False,

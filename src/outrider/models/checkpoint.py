@@ -17,6 +17,8 @@ from .encoder_decoder import ENCODER_DECODERS, folder_tensors, model_config, nam
 from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, SourceTokenizer, adapt_tokenizer, foreign_config, open_foreign, open_tokenizer
 from .gguf_file import GGUF, GGUFWeights, gguf_config
+from .marian import open_marian
+from .published import is_head
 from .quantised import QuantisedWeights
 from .tokenizer import Tokenizer, read_json
 from .weights import InMemory, Weights, adapted, check
@@ -48,8 +50,15 @@ def open_checkpoint(model: str | Path | Checkpoint | None = None) -> Checkpoint:
     if _looks_like_path(str(model)):
         raise ModelError(f"There is no file or folder {model}; give {_CHOICES}.")
     if HUB_NAME.fullmatch(str(model)):
-        return replace(_open_path(hub_model(str(model))), name=str(model))
+        return replace(_open_path(_hub_folder(str(model))), name=str(model))
     raise ModelError(f"There is no model '{model}'; give {_CHOICES}.")
+
+
+def _hub_folder(name: str) -> Path:
+    """With pickled weights only where they can be read: many encoder–decoders are published with no others."""
+    folder = hub_model(name)
+    pickled = read_json(folder / "config.json").get("model_type") in ENCODER_DECODERS
+    return hub_model(name, pickles=True) if pickled and not next(folder.glob("*.safetensors"), None) else folder
 
 
 def _looks_like_path(name: str) -> bool:
@@ -58,6 +67,16 @@ def _looks_like_path(name: str) -> bool:
 
 
 def _open_path(path: Path) -> Checkpoint:
+    try:
+        return _open_model(path)
+    except ModelError as error:
+        if is_head(path):
+            hint = f"use it beside its target, with --drafter head --set head={path}"
+            raise ModelError(f"{path} is a trained head, not a whole model: {hint}.") from error
+        raise
+
+
+def _open_model(path: Path) -> Checkpoint:
     if path.is_dir():
         return _open_folder(path)
     if path.suffix.lower() == ".gguf":
@@ -93,7 +112,9 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def _source_tokenizer(folder: Path) -> Any:
-    """Of an encoder–decoder: transformers' own, or, without transformers, the one in tokenizer.json."""
+    """Of an encoder–decoder: Marian's from its own files, transformers', or, without transformers, tokenizer.json."""
+    if tokenizer := open_marian(folder):
+        return tokenizer
     try:
         return open_tokenizer(folder)
     except ImportError:

@@ -231,12 +231,15 @@ def _progress_bar(total: int) -> Iterator[Callable[[int], None]]:
 
 HUB_NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*(@[\w./-]+)?")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.spm", "spiece.model", "merges.txt", "vocab.txt"]
-_PICKLES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # of heads, which are read without running what is in them
+_PICKLES = ["pytorch_model*.bin", "medusa_lm_head.pt"]  # read without running what is in them
 _OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "TimeoutException"}
 
 
-def hub_model(name: str, head: bool = False) -> Path:
-    """The folder of a hub model or head, `owner/name` or `owner/name@revision`, in huggingface_hub's cache."""
+def hub_model(name: str, pickles: bool = False) -> Path:
+    """The folder of a hub model or head, `owner/name` or `owner/name@revision`, in huggingface_hub's cache.
+
+    pickles: with pickled weights, which heads and encoder–decoders may have.
+    """
     try:
         import huggingface_hub as hub
     except ImportError as error:
@@ -244,7 +247,10 @@ def hub_model(name: str, head: bool = False) -> Path:
             f"'{name}' is not a local file or folder, and hub models need huggingface_hub: pip install huggingface_hub."
         ) from error
     repo, _, revision = name.partition("@")
-    files: Any = {"allow_patterns": _FILES + _PICKLES * head, "ignore_patterns": ["*/*", "consolidated*", "adapter*"]}
+    files: Any = {
+        "allow_patterns": _FILES + _PICKLES * pickles,
+        "ignore_patterns": ["*/*", "consolidated*", "adapter*"],
+    }
     try:
         return Path(hub.snapshot_download(repo, revision=revision or None, **files))
     except Exception as error:  # the hub raises its own, its HTTP client's and the system's errors
@@ -268,7 +274,7 @@ def fetch_hub(name: str, progress: Callable[[str, float], None] = lambda what, s
     """
     path = hub_model(name)
     if not next(path.glob("*.safetensors"), None):
-        path = hub_model(name, head=True)
+        path = hub_model(name, pickles=True)
     sums, checked = _hub_checksums(name), 0
     files = sorted(file for file in path.iterdir() if file.is_file())
     for number, file in enumerate(files):

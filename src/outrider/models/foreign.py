@@ -151,6 +151,9 @@ class SlowTokenizer:
     def encode(self, text: str, special: bool = False) -> list[int]:
         return list(self.hf(text, add_special_tokens=False)["input_ids"])
 
+    def encode_answer(self, text: str) -> list[int]:
+        return list(self.hf(text_target=text, add_special_tokens=False)["input_ids"])
+
     def encode_prompt(self, text: str, special: bool = False) -> list[int]:
         return list(self.hf(text)["input_ids"])
 

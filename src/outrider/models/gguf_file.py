@@ -213,7 +213,7 @@ def gguf_config(file: GGUF) -> ModelConfig:
     head_dim = integer(own, "attention.key_length", hidden // max(heads, 1))
     context = integer(own, "context_length")
     layers = integer(own, "block_count", most=configs.MAX_LAYERS) - integer(own, "nextn_predict_layers", 0)
-    scaling = _rope_scaling(own, file)
+    scaling = gguf_rope_scaling(own, file)
     window, window_layers = _window(own, family, layers)
     tensors = file.tensors
     return ModelConfig(
@@ -282,7 +282,7 @@ def _variants(
     return configs.gemma(hidden, own) | own_values
 
 
-def _rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:
+def gguf_rope_scaling(own: Mapping[str, Any], file: GGUF) -> RopeScaling | None:
     kind = str(own.get("rope.scaling.type", "linear" if own.get("rope.scale_linear") else "none"))
     factor = float(own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0)
     if "rope_factors_short.weight" in file.tensors:
@@ -345,7 +345,7 @@ class GGUFWeights(Weights):
 
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self._file, self._config = file, config
-        self._names = {hf: name for name in file.tensors if (hf := _hf_name(name)) is not None}
+        self._names = {hf: name for name in file.tensors if (hf := hf_name(name)) is not None}
         if config.architecture in _PERMUTED and config.rotary_dim != config.head_dim:
             raise ModelError(f"{file.path} rotates only a part of each head, which is not supported in such files.")
 
@@ -422,7 +422,7 @@ def reorder_rows(name: str, tensor: Tensor, config: ModelConfig, to_gguf: bool) 
     return tensor.view(heads, *split, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
-def _hf_name(name: str) -> str | None:
+def hf_name(name: str) -> str | None:
     """`blk.3.attn_q.weight` -> `layers.3.self_attn.q_proj.weight`; None for a tensor that the decoder does not use."""
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in _TOP:

@@ -15,6 +15,8 @@ from ..errors import OutriderError
 from .checkpoint import DEFAULT, Checkpoint, open_checkpoint
 from .fetch import SMOLLM2
 from .foreign import ForeignWeights
+from .gguf_file import GGUF
+from .gguf_head import gguf_alone, is_gguf_head
 from .mtp import find_mtp
 from .paths import cache_folder
 from .published import is_head
@@ -47,6 +49,8 @@ def describe(name: str, path: Path) -> Entry:
     try:
         if path.is_dir() and (path / CONFIG).is_file() and is_head(path):
             return Entry(name, path, size, HEAD, _about_head(path))
+        if is_gguf_head(file := gguf_alone(path)):
+            return Entry(name, file, size, HEAD, f"{GGUF(file).metadata['general.architecture']} head in a GGUF file")
         checkpoint = open_checkpoint(path)
     except OutriderError as error:
         return Entry(name, path, size, UNREADABLE, str(error))

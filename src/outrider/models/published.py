@@ -25,6 +25,7 @@ from torch import Tensor
 from ..errors import ModelError, first_line
 from .config import ModelConfig, hf_rope, rope_scaling
 from .fetch import HUB_NAME, hub_model
+from .gguf_head import gguf_alone, gguf_head, is_gguf_head
 from .speculators import (
     CONFIG,
     DFLASH,
@@ -105,10 +106,12 @@ class PublishedHead:
 
 
 def head_folder(name: str | Path) -> Path:
-    """The folder of a head: a local one, or one of the hub, which is downloaded on first use."""
-    folder = Path(name).expanduser()
+    """The folder of a head: a local one, or one of the hub, which is downloaded on first use; or a GGUF file."""
+    folder = gguf_alone(Path(name).expanduser())
+    if folder.is_file() and folder.suffix.lower() == ".gguf":
+        return folder
     if not folder.is_dir() and isinstance(name, str) and HUB_NAME.fullmatch(name):
-        return hub_model(name, head=True)
+        return gguf_alone(hub_model(name, pickles=True))
     if not folder.is_dir():
         raise ModelError(f"There is no folder {folder}; a head is a folder with a config.json, or a name on the hub.")
     return folder
@@ -116,11 +119,13 @@ def head_folder(name: str | Path) -> Path:
 
 def is_own(folder: Path) -> bool:
     """Whether `outrider train` has written this folder."""
-    return isinstance(read_json(folder).get("outrider"), dict)
+    return not folder.is_file() and isinstance(read_json(folder).get("outrider"), dict)
 
 
 def is_head(folder: Path) -> bool:
-    """Whether a folder holds a drafter that needs its target's hidden states, rather than a whole model."""
+    """Whether a folder or file holds a drafter that needs its target's hidden states, rather than a whole model."""
+    if (file := gguf_alone(folder)).is_file():
+        return is_gguf_head(file)
     try:
         data = read_json(folder)
         return "outrider" in data or _kind(data, folder, None) is not None
@@ -130,6 +135,8 @@ def is_head(folder: Path) -> bool:
 
 def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
     """The head in a folder, as it would fit this target; `_trained.insist_on_target` tells whether it does."""
+    if folder.is_file():
+        return _read_gguf(folder, target)
     data = read_json(folder)
     for name in (data.get("speculators_model_type"), *_architectures(data)):
         if name in _REFUSED:
@@ -143,6 +150,24 @@ def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ModelError(f"{folder / CONFIG} is not as a head of its kind has it ({problem}).") from error
+
+
+def _read_gguf(path: Path, target: ModelConfig) -> PublishedHead:
+    """The head in a GGUF file: its file in the words of the speculators format."""
+    stored = gguf_head(path)
+    try:
+        reader = _READERS["speculators" if stored.data["speculators_model_type"] == "eagle3" else DFLASH]
+        read = reader(stored.data, _renamed(stored.tensors), target, str(path))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        problem = f"{type(error).__name__}: {error}"
+        raise ModelError(f"{path} is not as a head of its kind has it ({problem}).") from error
+    configs = [(reading, reading.config) for reading in read.readings]
+    scaled = tuple(
+        replace(reading, config=replace(config, rope_scaling=stored.scaling))
+        for reading, config in configs
+        if isinstance(config, HeadConfig)
+    )
+    return replace(read, format=read.format.replace("the speculators format", "a GGUF file"), readings=scaled)
 
 
 def _architectures(data: Mapping[str, Any]) -> list[str]:
@@ -304,21 +329,18 @@ def _default_taps(layers: int, where: str) -> tuple[int, ...]:
 def _speculators(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
     """The speculators format: the layer's sizes are in `transformer_layer_config`, layer ids are boundaries."""
     algorithm = str(data["speculators_model_type"])
+    if algorithm == "eagle":
+        return _eagle1_in_speculators(data, tensors, target, where)
     if algorithm not in ("eagle3", "peagle"):
-        raise ModelError(
-            f"{where} is a '{algorithm}' drafter in the speculators format; eagle3, peagle and dflash are read."
-        )
+        known = "eagle, eagle3, peagle, dflash and dspark"
+        raise ModelError(f"{where} is a '{algorithm}' drafter in the speculators format; {known} are read.")
     named = _eagle_names(tensors, where)
     base = _eagle3(dict(data["transformer_layer_config"]) | _top_level(data), named)
     ids = data.get("eagle_aux_hidden_state_layer_ids")
     taps = tuple(int(i) - 1 for i in ids) if ids else _default_taps(target.layers, where)
-    speculators = data.get("speculators_config") or {}
-    methods = speculators.get("proposal_methods") or [{}]
-    verifier = speculators.get("verifier") or {}
-    base = replace(
-        base, block=int(methods[0].get("speculative_tokens") or base.block),
-        target_name=str(verifier.get("name_or_path") or ""),
-    )  # fmt: skip
+    methods = (data.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    block = int(methods[0].get("speculative_tokens") or base.block)
+    base = replace(base, block=block, target_name=_verifier(data))
     if algorithm == "peagle":
         base, named = _parallel(data, base, named, where)
     order: list[Choice] = [({"taps": taps}, "")]
@@ -328,6 +350,26 @@ def _speculators(data: Mapping[str, Any], tensors: dict[str, Tensor], target: Mo
     name = {"eagle3": "an EAGLE-3 head", "peagle": "a P-EAGLE head"}[algorithm]
     tensors = _complete(base, named, where)
     return PublishedHead(f"{name} in the speculators format", _readings(base, [order], where), tensors)
+
+
+def _verifier(data: Mapping[str, Any]) -> str:
+    """The name of the target; empty if it is not stated."""
+    verifier = (data.get("speculators_config") or {}).get("verifier") or {}
+    return str(verifier.get("name_or_path") or "")
+
+
+def _eagle1_in_speculators(
+    data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str
+) -> PublishedHead:
+    """EAGLE-1, 2 and HASS under names of their own; the variant with norms around the layer is refused by a tensor."""
+    names = (("fusion_fc.", "fc."), ("transformer.", SPECULATORS_FIRST))
+    renamed = dict(tensors)
+    for theirs, ours in names:
+        renamed = {ours + n.removeprefix(theirs) if n.startswith(theirs) else n: t for n, t in renamed.items()}
+    flat = dict(data["transformer_layer_config"]) | {"num_hidden_layers": 1}
+    read = _eagle1(flat, renamed, target, where)
+    config = replace(read.readings[0].config, target_name=_verifier(data))
+    return replace(read, format=f"{read.format} in the speculators format", readings=(Reading(config),))
 
 
 def _top_level(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -412,8 +454,6 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     kind = next(n for n in (data.get("speculators_model_type"), *_architectures(data)) if n in _BLOCKS)
     nested, own = data.get("transformer_layer_config"), dict(data.get("dflash_config") or {})
     sizes = dict(data) | (dict(nested) if nested else {}) | own
-    if data.get("sample_from_anchor"):
-        raise ModelError(f"{where} drafts from its first row too (sample_from_anchor), which is not supported.")
     named = {re.sub(r"^logit_head\.", "", name): tensor for name, tensor in _eagle_names(tensors, where).items()}
     if "hidden_norm.weight" in named:
         named[f"{FIRST}hidden_norm.weight"] = named.pop("hidden_norm.weight")
@@ -427,12 +467,24 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     base = _eagle3(sizes, named)
     markov = named.get("markov_head.markov_w1.weight")
     base = replace(
-        base, kind=DFLASH, block=size - 1, mask_token=int(mask or 0), own_mask="mask_embedding" in named,
+        base, kind=DFLASH, mask_token=int(mask or 0), own_mask="mask_embedding" in named,
         causal=bool(sizes.get("causal") or sizes.get("is_causal")), markov=0 if markov is None else markov.shape[-1],
         norm_before_residual=False, norm_output=False,
         taps=_block_taps(data, own, nested is not None, len(base.taps), target, where),
     )  # fmt: skip
-    return PublishedHead(_BLOCKS[kind], (Reading(base),), _complete(base, named, where))
+    readings = _block_readings(base, size, sizes.get("sample_from_anchor"))
+    first = readings[0].config
+    assert isinstance(first, HeadConfig)
+    return PublishedHead(_BLOCKS[kind], readings, _complete(first, named, where))
+
+
+def _block_readings(base: HeadConfig, size: int, anchored: bool | None) -> tuple[Reading, ...]:
+    """Whether a block's first row predicts the first token of a draft. Where a file does not say, in DSpark's it does,
+    and in DFlash's it does not; some of DFlash's kind are trained like DSpark's."""
+    notes = {True: "a block's first row predicts too", False: "a block's first row predicts nothing"}
+    order = [base.markov > 0, not base.markov] if anchored is None else [bool(anchored)]
+    noted = [(first, notes[first] if anchored is None else "") for first in order]
+    return tuple(Reading(replace(base, anchored=first, block=size - (not first)), note) for first, note in noted)
 
 
 def _block_taps(

@@ -85,6 +85,7 @@ class HeadConfig:
     mask_token: int = 0  # dflash: whose embedding a mask has, unless the file has one
     own_mask: bool = False
     causal: bool = False  # dflash: a row of a block sees those before it only, in every layer
+    anchored: bool = False  # dflash: a block's first row predicts too, and each row the token after its own position
     markov: int = 0  # dflash: the width of the term for the token before; 0: there is none
 
     def __post_init__(self) -> None:
@@ -110,6 +111,11 @@ class HeadConfig:
     def parallel(self) -> bool:
         """Whether all tokens of a draft come from one pass, instead of each continuing from the one before."""
         return self.kind in ("block", DFLASH)
+
+    @property
+    def block_rows(self) -> int:
+        """Rows of a block: a mask for each token of a draft behind the last token; if anchored, the first mask less."""
+        return self.block + (not self.anchored)
 
     @property
     def narrow(self) -> bool:

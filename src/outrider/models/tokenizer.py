@@ -104,6 +104,10 @@ class Tokenizer:
             ids: list[int] = self._core.encode(text, add_special_tokens=False).ids
         return ids
 
+    def encode_answer(self, text: str) -> list[int]:
+        """Ids of a text as the model would write it; some models cut their own texts otherwise than what they read."""
+        return self.encode(text)
+
     def encode_prompt(self, text: str, special: bool = False) -> list[int]:
         """As `encode`, with BOS in front where this model's texts begin with it."""
         start = [self.bos_id] if self.add_bos and self.bos_id is not None else []

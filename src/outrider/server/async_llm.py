@@ -130,7 +130,7 @@ class AsyncLLM:
             raise ConfigError(f"The second argument is SamplingParams, but this is of type {type(params).__name__}.")
         encoded = await asyncio.to_thread(self._encode, prompt)  # tokenising a long prompt takes a while
         if isinstance(params.prediction, str):
-            params = replace(params, prediction=tuple(self.tokenizer.encode(params.prediction)))
+            params = replace(params, prediction=tuple(self.tokenizer.encode_answer(params.prediction)))
         plain_reason = "" if speculate else "the call switched speculation off"
         request = ParsedRequest([encoded], params, plain_reason=plain_reason)
         job = Job("", "", streams, request, self._engine.facts, self.tokenizer)

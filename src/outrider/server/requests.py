@@ -260,7 +260,7 @@ class RequestParser:
         if options.kind is not None:
             values["kind"] = options.kind
         if request.prediction is not None:
-            values["prediction"] = self.engine.tokenizer.encode(request.prediction.text)
+            values["prediction"] = self.engine.tokenizer.encode_answer(request.prediction.text)
         try:
             params, encoded = SamplingParams(**values), [self._encode(prompt) for prompt in prompts]
         except OutriderError as error:

@@ -104,8 +104,9 @@ class Tensors(Weights):
 def head_for(target: Transformer, kind: str, dtype: torch.dtype = torch.float32) -> Head:
     if kind == "mtp":
         return mtp_head(target)
-    layers = 2 if kind in ("dflash", "dspark") else 1
-    config, tensors = random_head(target.config, DFLASH if kind == "dspark" else kind, layers=layers)
+    blocks = kind in ("dflash", "dspark", "anchored")
+    config, tensors = random_head(target.config, DFLASH if blocks else kind, layers=1 + blocks)
+    config = replace(config, anchored=kind in ("dspark", "anchored"))
     if kind == "dspark":
         dice = torch.Generator().manual_seed(7)
         config = replace(config, markov=5)
@@ -213,6 +214,8 @@ def plain(target: Transformer) -> dict[str, list[list[int]]]:
         ("dflash", DEEP, "mixed"),
         ("dflash", DEEP, "greedy"),
         ("dspark", CHAIN, "mixed"),
+        ("anchored", CHAIN, "mixed"),
+        ("anchored", DEEP, "mixed"),
         ("block", CHAIN, "mixed"),
         ("block", DEEP, "mixed"),
         ("block", DEEP, "greedy"),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -20,17 +21,21 @@ from outrider.backends import ops
 from outrider.cli.app import app
 from outrider.config import from_speculative_config
 from outrider.drafters import Workspace
+from outrider.drafters.head.dflash import DFlashHead
 from outrider.drafters.head.drafter import open_head
-from outrider.drafters.head.readings import TOKENS
+from outrider.drafters.head.readings import BLOCK_EVERY, TOKENS, Trial
 from outrider.engine.cache import Cache
 from outrider.engine.trace import read
-from outrider.errors import ConfigError, OutriderError
+from outrider.errors import ConfigError, ModelError, OutriderError
 from outrider.models.checkpoint import open_checkpoint
+from outrider.models.library import describe
 from outrider.models.prompts import bundled
-from outrider.models.speculators import random_head, target_hash, write_head
+from outrider.models.published import read_published
+from outrider.models.speculators import WEIGHTS, random_head, target_hash, write_head
 from outrider.types import SamplingParams
 
 from support import tiny
+from support.gguf_heads import write_gguf_head
 from support.head_scores import block_scores, scored
 from support.reference_heads import DFlash, Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
 
@@ -237,6 +242,17 @@ def eagle1(llama: Llama, to: Path, bias: bool = True) -> Any:
     return reference
 
 
+def eagle1_speculators(llama: Llama, to: Path) -> Any:
+    """The same head under the names of the speculators format, which leaves embedding and output to the target."""
+    reference = eagle1(llama, to, bias=False)
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+    stored = {n.replace("fc.", "fusion_fc.").replace("layers.0.", "transformer."): t for n, t in tensors.items()}
+    layer_config = {name: value for name, value in data.items() if name not in ("architectures", "num_hidden_layers")}
+    own = {"layernorms": False, "fusion_bias": False, "architectures": ["EagleSpeculator", "LlamaDecoderLayer"]}
+    saved(to, speculators_format(layer_config, stored, [], "eagle") | own, stored)
+    return reference
+
+
 def medusa(llama: Llama, to: Path, vllm: bool = False) -> Any:
     """The configuration names two heads, the file has six."""
     draft = D if vllm else V
@@ -268,7 +284,9 @@ def mlp(llama: Llama, to: Path, tied: bool = False) -> Any:
 
 
 def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own: Any) -> Any:
-    """z-lab's: layer ids name outputs; embedding and output matrix are the target's; norms of q and k."""
+    """z-lab's: layer ids name outputs; embedding and output matrix are the target's; norms of q and k. It is stated
+    whether the first row predicts, unless that is None: weights are random, so that a trial would find either."""
+    own = {"sample_from_anchor": False} | own
     layers = len(own.get("layer_types", "three"))
     c = sizes(num_hidden_layers=layers, model_type="qwen3", rope_theta=5e5)
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (H, 3 * H), "hidden_norm.weight": (H,), "norm.weight": (H,)}
@@ -286,12 +304,12 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
     kinds = own.get("layer_types") or []
     windows = [own["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds]
     causal = own.get("dflash_config", {}).get("causal", False)
-    reference = DFlash(
-        llama, numbers(tensors), c, [1, 4, 8], block=block, mask=9, windows=windows or None, causal=causal
-    )
+    flags = {"windows": windows or None, "causal": causal, "anchored": own.get("sample_from_anchor")}
+    reference = DFlash(llama, numbers(tensors), c, [1, 4, 8], block=block, mask=9, **flags)
     flat = c | {"architectures": ["DSparkDraftModel" if rank else "DFlashDraftModel"], "block_size": block}
     ids = {"mask_token_id": 9, "target_layer_ids": [0, 3, 7]} | own.pop("dflash_config", {})
-    saved(to, flat | {"num_target_layers": LAYERS, "dflash_config": ids} | own, tensors)
+    stated = {name: value for name, value in own.items() if value is not None}
+    saved(to, flat | {"num_target_layers": LAYERS, "dflash_config": ids} | stated, tensors)
     return reference
 
 
@@ -308,6 +326,37 @@ def dflash_speculators(llama: Llama, to: Path) -> Any:
     return DFlash(llama, numbers(tensors | {"mask_embedding": mask}), reference.sizes, [1, 4, 8], block=9, mask=9)
 
 
+def in_gguf(kind: Kind, llama: Llama, to: Path, hidden: int = 24) -> Any:
+    """llama.cpp's file of a narrow EAGLE-3 head with one norm over all taps: layers are named by their inputs."""
+    c = sizes(hidden, intermediate_size=64, num_attention_heads=4, head_dim=8) if hidden == H else sizes(hidden)
+    tensors = eagle3(c, input_norm__weight=(3 * H,))
+    keys = {"target_layers": [2, 4, 8], "target_hidden_size": H, "norm_before_residual": True, "norm_before_fc": True}
+    write_gguf_head(to / "head.gguf", "eagle3", c, tensors, kind, **keys)
+    return Eagle3(llama, numbers(tensors), c, [2, 4, 8], norm_before_residual=True)
+
+
+def dspark(llama: Llama, to: Path) -> Any:
+    """DeepSeek's: all in one configuration, with copies of the target's embedding and output matrix."""
+    reference = dflash(llama, to, K, markov=5, sample_from_anchor=True)
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / WEIGHTS)
+    data["architectures"] = ["Qwen3DSparkModel"]
+    for name in ("embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.from_numpy(llama.w[name]).float()
+    saved(to, data | data.pop("dflash_config"), tensors)
+    return reference
+
+
+def dflash_in_gguf(llama: Llama, to: Path, **own: Any) -> Any:
+    """A block drafter's, with sliding layers, and a term for the token before."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    reference = dflash(llama, to / "folder", K, layer_types=kinds, sliding_window=6, sample_from_anchor=True, **own)
+    data, tensors = json.loads((to / "folder" / "config.json").read_text()), load_file(to / "folder" / WEIGHTS)
+    keys = {"target_layers": [1, 4, 8], "block_size": K, "sample_from_anchor": True, "attention__sliding_window": 6}
+    keys |= {"attention__sliding_window_pattern": [True, False, True], "tokenizer__ggml__mask_token_id": 9}
+    write_gguf_head(to / "head.gguf", "dflash", data, tensors, **keys)
+    return reference
+
+
 def dflash_sliding(llama: Llama, to: Path) -> Any:
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     return dflash(llama, to, layer_types=kinds, sliding_window=6)
@@ -316,10 +365,15 @@ def dflash_sliding(llama: Llama, to: Path) -> Any:
 FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "dflash": dflash, "dflash_speculators": dflash_speculators, "dflash_sliding": dflash_sliding,
     "dflash_causal": lambda llama, to: dflash(llama, to, dflash_config={"causal": True}),
-    "dspark": lambda llama, to: dflash(llama, to, markov=5),
+    "dspark": dspark,
+    "dspark_unanchored": lambda llama, to: dflash(llama, to, markov=5, sample_from_anchor=False),
+    "dflash_anchored": lambda llama, to: dflash(llama, to, K, sample_from_anchor=True),
     "specforge": specforge, "original": original, "angelslim": angelslim, "nvidia": nvidia, "eagle3.1": eagle31,
     "speculators": speculators, "speculators_deep": speculators_deep, "peagle": peagle, "peagle_flat": peagle_flat,
     "eagle1": eagle1, "eagle1_without_bias": lambda llama, to: eagle1(llama, to, bias=False),
+    "eagle1_speculators": eagle1_speculators,
+    "gguf": lambda llama, to: in_gguf(Kind.F32, llama, to), "gguf_dflash": dflash_in_gguf,
+    "gguf_dspark": lambda llama, to: dflash_in_gguf(llama, to, markov=5),
     "medusa": medusa, "medusa_vllm": lambda llama, to: medusa(llama, to, vllm=True),
     "mlp": mlp, "mlp_tied": lambda llama, to: mlp(llama, to, tied=True),
 }  # fmt: skip
@@ -328,13 +382,19 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
 # ------------------------------------------------------------ each format
 
 
+def head_at(folder: Path) -> str:
+    """What a user names: the folder, or the GGUF file in it."""
+    file = folder / "head.gguf"
+    return str(file if file.is_file() else folder)
+
+
 @pytest.mark.one_in(5)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_drafts_what_its_definition_says(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
     """Every step's chain of six, through the command line."""
     reference, trace = FORMATS[name](llama, tmp_path / "head"), tmp_path / "run.jsonl"
     arguments = ["generate", "the quick brown fox", "-m", str(target), "--dtype", "float32", "--raw", "--k", str(K)]
-    arguments += ["--drafter", "head", "--set", f"head={tmp_path / 'head'}", "--set", "stop_below=0"]
+    arguments += ["--drafter", "head", "--set", f"head={head_at(tmp_path / 'head')}", "--set", "stop_below=0"]
     done = CliRunner().invoke(app, [*arguments, "-n", "12", "--trace", str(trace), "--json"])
     assert done.exit_code == 0, done.output
     recorded = read(trace)
@@ -372,7 +432,7 @@ def test_no_format_changes_the_text(
     """A sampled batch, chains and trees, and with eight-bit weights."""
     FORMATS[name](llama, tmp_path / "head")
     plain = LLM(target, drafter="off", dtype=dtype, device="cpu")
-    llm = plain.using(drafter="head", head=str(tmp_path / "head"), tree=tree, k=5)
+    llm = plain.using(drafter="head", head=head_at(tmp_path / "head"), tree=tree, k=5)
     params = SamplingParams(max_tokens=10, temperature=0.7, seed=4, ignore_eos=True)
     prompts = ["the quick brown fox", "def add(a, b):", "one two"]
     answers = [[result.token_ids for result in each.generate(prompts, params)] for each in (plain, llm)]
@@ -544,6 +604,70 @@ def test_what_a_file_leaves_open_is_found_by_trial(
     assert llm.using(k=3).drafting["head"]["reading"] == reading
 
 
+@pytest.mark.parametrize("anchored", [True, False])
+@pytest.mark.parametrize("stated", [True, False])
+def test_whether_a_blocks_first_row_predicts_is_found_by_trial(
+    anchored: bool, stated: bool, llama: Llama, target: Path, plain: LLM, tmp_path: Path
+) -> None:
+    """A block drafter without attention: its first row knows the last token, its masks know the likeliest choice."""
+    tokenizer = open_checkpoint(target).tokenizer
+    text = [i for prompt in bundled() for i in tokenizer.encode(prompt.text + "\n\n")][:TOKENS]
+    choices = [llama.choice(row[-1]) for row in llama.states(text)]
+    dflash(llama, tmp_path / "head", K + (not anchored), sample_from_anchor=anchored if stated else None)
+    data, tensors = json.loads((tmp_path / "head" / "config.json").read_text()), {}
+    for name, tensor in load_file(tmp_path / "head" / "model.safetensors").items():
+        tensors[name] = tensor * (not name.endswith(("o_proj.weight", "down_proj.weight")))
+    embedding = torch.randn(V, H, generator=SEED.manual_seed(4))
+    output, usual = torch.zeros(V, H), max(set(choices), key=choices.count)
+    for token, choice in zip(text, choices, strict=True):
+        output[choice if anchored else (choice + 1) % V] += embedding[token] / embedding[token].norm() ** 2
+    mask = torch.randn(H, generator=SEED.manual_seed(5))
+    output[(usual + 1) % V if anchored else usual] += 9 * mask
+    tensors |= {"norm.weight": torch.ones(H), "embed_tokens.weight": embedding, "lm_head.weight": output}
+    saved(tmp_path / "head", data, tensors | {"mask_embedding": mask})
+    llm = plain.using(drafter="head", head=str(tmp_path / "head"), k=2)
+    head, reading = llm.engine.drafter.rollout.head, llm.drafting["head"].get("reading", "")  # type: ignore[attr-defined]
+    assert head.config.anchored == anchored
+    assert head.config.block == K
+    assert reading == "" if stated else f"first row predicts {'too' if anchored else 'nothing'}" in reading
+
+
+def test_copies_of_the_target_are_shared_with_it(llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    dspark(llama, tmp_path / "head")
+    head = plain.using(drafter="head", head=str(tmp_path / "head")).engine.drafter.rollout.head  # type: ignore[attr-defined]
+    target: Any = plain.target
+    assert head.shares_output
+    assert head.embedding.data_ptr() == target.embedding.data_ptr()
+    tensors = load_file(tmp_path / "head" / WEIGHTS)
+    tensors["lm_head.weight"][61] += 1
+    save_file(tensors, tmp_path / "head" / WEIGHTS)
+    head = plain.using(drafter="head", head=str(tmp_path / "head")).engine.drafter.rollout.head  # type: ignore[attr-defined]
+    assert not head.shares_output
+
+
+@pytest.mark.parametrize("anchored", [True, False])
+def test_blocks_are_tried_behind_the_texts_own_tokens(anchored: bool, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    """Where the target's choices are what the reference drafts there, a trial finds full agreement."""
+    reference = dflash(llama, tmp_path / "head", K, sample_from_anchor=anchored)
+    space = Workspace(plain.target, Cache(64, 2, 64), plain.engine.target.plane, {"head": str(tmp_path / "head")})
+    head, text = open_head(space).head, [(31 * i * i + 7 * i) % V for i in range(1, 19)]
+    assert isinstance(head, DFlashHead)
+    trial = Trial(space, text, sorted(head.config.taps))
+    for at in range(1, len(text) - 2, BLOCK_EVERY):
+        trial.choices[at : at + 2] = torch.tensor(reference.draft(text[: at + 1], 2))
+    assert trial.agreement(head) == 1
+    trial.choices[5] = (trial.choices[5] + 1) % V
+    assert trial.agreement(head) == 7 / 8
+
+
+def test_which_reading_of_a_block_is_the_likeliest(llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    for markov, anchored in ((5, True), (0, False)):
+        dflash(llama, tmp_path / str(markov), K, markov=markov, sample_from_anchor=None)
+        readings = read_published(tmp_path / str(markov), plain.target.config).readings
+        assert [reading.config.anchored for reading in readings] == [anchored, not anchored]  # type: ignore[union-attr]
+        assert [reading.config.block for reading in readings] == [K - (not anchored), K - anchored]
+
+
 def test_the_doctor_says_what_a_head_is(llama: Llama, target: Path, tmp_path: Path) -> None:
     speculators(llama, tmp_path / "head")
     arguments = ["doctor", "-m", str(target), "--head", str(tmp_path / "head"), "--dtype", "float32"]
@@ -556,6 +680,58 @@ def test_the_doctor_says_what_a_head_is(llama: Llama, target: Path, tmp_path: Pa
     both = CliRunner().invoke(app, [*arguments, "--drafter", "suffix"])
     assert both.exit_code == 1
     assert "leave one of them out" in both.output
+
+
+def test_a_file_of_llama_cpp_is_named_like_a_folder(llama: Llama, target: Path, plain: LLM, tmp_path: Path) -> None:
+    """Rounded to eight bits; by its own name or its folder's, in vLLM's configuration, and listed as a head."""
+    in_gguf(Kind.Q8_0, llama, tmp_path / "head", hidden=32)
+    file = tmp_path / "head" / "head.gguf"
+    arguments = ["doctor", "-m", str(target), "--head", str(file), "--dtype", "float32"]
+    done = CliRunner().invoke(app, [*arguments, "--limit", "1", "-n", "4", "--json"])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["head"]["format"] == "an EAGLE-3 head in a GGUF file"
+    params = SamplingParams(max_tokens=20, ignore_eos=True)
+    said = [plain.using(drafter="head", head=str(at), k=3).generate("one", params) for at in (file, file.parent)]
+    assert said[0][0].token_ids == said[1][0].token_ids == plain.generate("one", params)[0].token_ids
+    assert said[0][0].stats.drafted
+    for at in (file, file.parent):
+        assert from_speculative_config({"model": str(at)}) == {"drafter": "head", "head": str(at)}
+    assert (describe("it", file).kind, describe("it", file.parent).about) == ("head", "eagle3 head in a GGUF file")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"target_layers": [2, 4, 9]}, "reads layer 8, but this target has 8"),
+        ({"target_layers": [2, 4]}, "names 2 layers of its target"),
+        ({"target_layers": "2, 4, 8"}, "is not as a head of its kind has it"),
+        ({"target_hidden_size": 24}, "reads 4 of them"),
+        ({"arch": "dflash"}, "is not as a head of its kind has it (KeyError: 'block_size')"),
+        ({"arch": "llama"}, "is not a trained head but 'llama' (a whole model goes with --draft-model)"),
+        ({"attn_sinks": True}, "midlayer.self_attn.sinks.weight' that no head known"),
+        ({"cut": True}, "incomplete or damaged"),
+        ({"missing": True}, "no tensor 'midlayer.mlp.up_proj.weight'"),
+    ],
+)
+def test_a_file_of_llama_cpp_with_one_thing_wrong(
+    change: dict[str, Any], says: str, llama: Llama, plain: LLM, tmp_path: Path
+) -> None:
+    c, file = sizes(24), tmp_path / "head.gguf"
+    tensors = eagle3(c)
+    keys = {"target_layers": [2, 4, 8], "target_hidden_size": H} | change
+    arch, cut, missing, sinks = (keys.pop(name, None) for name in ("arch", "cut", "missing", "attn_sinks"))
+    if missing:
+        del tensors["midlayer.mlp.up_proj.weight"]
+    if sinks:
+        tensors["midlayer.self_attn.sinks.weight"] = torch.zeros(4)
+    write_gguf_head(file, arch or "eagle3", c, tensors, **keys)
+    if cut:
+        file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(OutriderError) as error:
+        plain.using(drafter="head", head=str(file))
+    assert says in str(error.value)
+    assert str(error.value).endswith(".")
+    assert str(file) in str(error.value)
 
 
 # ------------------------------------------------------------ what is wrong
@@ -597,6 +773,12 @@ def broken(llama: Llama, to: Path, what: str) -> None:
         data["architectures"] = ["DominoDraftModel"]
     elif what == "algorithm":
         data["speculators_model_type"] = "mtp"
+    elif what == "later algorithm":
+        data["speculators_model_type"] = "eagle9"
+    elif what == "norms":
+        eagle1_speculators(llama, to)
+        data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+        tensors["embedding_layernorm.weight"] = torch.ones(H)
     elif what == "whole model":
         data = {"model_type": "llama", "num_hidden_layers": 12}
     saved(to, data, tensors)
@@ -620,6 +802,7 @@ BROKEN = {
     "quantised": "quantised weights", "last state": "use_aux_hidden_state", "sizes": "config.json",
     "heads": "fit together", "kind": "Domino", "algorithm": "MTP", "whole model": "--draft-model",
     "truncated": "damaged", "no weights": "no .safetensors", "no json": "cannot be read", "code": "more than tensors",
+    "later algorithm": "'eagle9' drafter", "norms": "'embedding_layernorm.weight' that no head known",
 }  # fmt: skip
 
 
@@ -695,7 +878,7 @@ def spoilt_block(llama: Llama, to: Path, what: str) -> None:
         own["target_layer_ids"] = [0, 3, 28]
     else:
         data |= {"sizes": {"head_dim": 8}, "other target": {"num_target_layers": 36}, "other vocabulary": {
-            "vocab_size": 299}, "anchor": {"sample_from_anchor": True}, "block": {"block_size": 1},
+            "vocab_size": 299}, "block": {"block_size": 1},
             "width": {"hidden_size": 24}, "word": {"block_size": "nine"}}[what]  # fmt: skip
     saved(to, data, tensors)
 
@@ -707,7 +890,7 @@ SPOILT = {
     "peagle mask": "without 'mask_hidden'", "peagle token": "mask_token_id", "no mask": "(mask_token_id)",
     "mask outside": "the mask 300", "fewer taps": "names 2 layers of its target, but its fc.weight reads 3",
     "deeper": "reads layer 28, but this target has 8", "sizes": "has the shape", "other target": "36 layers",
-    "other vocabulary": "vocabulary of 299, this one of 300", "anchor": "sample_from_anchor", "block": "blocks of 1",
+    "other vocabulary": "vocabulary of 299, this one of 300", "block": "blocks of 1",
     "width": "names 3 layers of its target, but its fc.weight reads 4", "word": "config.json",
 }  # fmt: skip
 
@@ -723,6 +906,14 @@ def test_blocks_are_checked_too(what: str, llama: Llama, plain: LLM, tmp_path: P
     assert str(tmp_path / "head") in message
     assert message.endswith(".")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["specforge", "eagle1", "medusa", "mlp", "dflash", "speculators", "gguf"])
+def test_a_head_in_place_of_a_model_is_named(name: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    FORMATS[name](llama, tmp_path / "head")
+    at = head_at(tmp_path / "head")
+    with pytest.raises(ModelError, match=f"{at} is a trained head, not a whole model: use it .* --set head={at}."):
+        plain.using(drafter="model", draft_model=at)
 
 
 def test_what_cannot_use_them_says_so(llama: Llama, plain: LLM, tmp_path: Path) -> None:

@@ -3,14 +3,14 @@
 The target's states at committed positions, fused and normed, are the context: every layer makes keys and values of them
 directly, once. A block is the last committed token and masks behind it, at their own positions; its rows attend to the
 context and to the whole block (in causal layers: to the rows before them), and a mask predicts the token of its own
-position. DSpark adds a term for the token before, so that tokens are chosen from left to right. Block rows live in
-scratch slots that no sequence owns; where a sequence reaches its greatest length, a block is cut. It knows rows, planes
-and states, not files.
+position; in an anchored block every row, the first one too, predicts the token after its own. DSpark adds a term for
+the token before, so that tokens are chosen from left to right. Block rows live in scratch slots that no sequence owns;
+where a sequence reaches its greatest length, a block is cut. It knows rows, planes and states, not files.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -110,6 +110,28 @@ class DFlashHead(Head):
         return scores + summed(second(first[tokens])).to(scores.dtype)
 
 
+class Block(NamedTuple):
+    """Rows behind a sequence's tokens up to a position, whose K/V lies in these slots."""
+
+    seq: Sequence
+    at: int  # of its first row, which has the sequence's token there
+    slots: list[int]
+
+
+def score_blocks(head: DFlashHead, blocks: list[Block], cache: Cache, plane: Plane) -> list[Tensor]:
+    """Scores of the tokens that each block predicts, [its rows, D] each, on the host, from one pass."""
+    rows, causal, anchored = BatchBuilder(cache), BatchBuilder(cache), head.config.anchored
+    for seq, at, slots in blocks:
+        for j, slot in enumerate(slots):
+            token = seq.tokens[at] if j == 0 else 0
+            rows._add(seq, token, at + j, slot, at, slots)
+            causal._add(seq, token, at + j, slot, at, slots[: j + 1])
+    masked = torch.cat([torch.arange(len(block.slots)) > 0 for block in blocks])  # [T]
+    rows.want = causal.want = list(range(len(masked))) if anchored else masked.nonzero().flatten().tolist()
+    scores = head.blocks(rows_of(rows), rows_of(causal), plane, masked).cpu()
+    return list(scores.split([len(block.slots) - (not anchored) for block in blocks]))
+
+
 class DFlashRollout(HeadRollout):
     """Chains and trees of such a head: always whole blocks, as in training, of which a draft takes the beginning."""
 
@@ -117,7 +139,7 @@ class DFlashRollout(HeadRollout):
         self, head: DFlashHead, cache: Cache, plane: Plane, features: FeatureCache, graphs: BlockGraphs | None = None
     ) -> None:
         super().__init__(head, cache, plane, features, graphs)
-        self.drafter, self.size, self.in_order = head, head.config.block + 1, head.markov is not None
+        self.drafter, self.size, self.in_order = head, head.config.block_rows, head.markov is not None
         if graphs is None:
             first = plane.add_scratch(cache.table.shape[0] * self.size)
             starts = range(first, first + cache.table.shape[0] * self.size, self.size)
@@ -127,21 +149,13 @@ class DFlashRollout(HeadRollout):
 
     def _blocks(self, seqs: list[Sequence], lengths: list[int]) -> list[Tensor]:
         self._forward_committed(seqs, [0] * len(seqs))
-        rows, causal, sizes = BatchBuilder(self.cache), BatchBuilder(self.cache), list[int]()
+        self.passes_run += 1
+        blocks = list[Block]()
         for seq, lane in zip(seqs, self.slots, strict=False):
             at = len(seq.tokens) - 1
-            slots = lane[: min(self.size, self.cache.length - at)]
-            sizes.append(len(slots))
-            for j, slot in enumerate(slots):
-                token = seq.tokens[-1] if j == 0 else 0
-                rows._add(seq, token, at + j, slot, at, slots)
-                causal._add(seq, token, at + j, slot, at, slots[: j + 1])
-        masked = torch.cat([torch.arange(size) > 0 for size in sizes])  # [T]
-        rows.want = causal.want = masked.nonzero().flatten().tolist()
-        self.passes_run += 1
-        scores = self.drafter.blocks(rows_of(rows), rows_of(causal), self.plane, masked).cpu()
-        parts = scores.split([size - 1 for size in sizes])
-        return [one[:k] for one, k in zip(parts, lengths, strict=True)]
+            blocks.append(Block(seq, at, lane[: min(self.size, self.cache.length - at)]))
+        scores = score_blocks(self.drafter, blocks, self.cache, self.plane)
+        return [one[:k] for one, k in zip(scores, lengths, strict=True)]
 
     def _after(self, row: Tensor, token: int) -> Tensor:
         if self.drafter.markov is None:

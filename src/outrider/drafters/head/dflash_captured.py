@@ -29,20 +29,21 @@ class BlockGraphs(HeadGraphs):
 
     def __init__(self, graphs: Graphs, target_plane: Plane, source: str) -> None:
         super().__init__(graphs, target_plane, source)
-        self.size: int = self.head.config.block + 1  # rows of a block
+        self.size: int = self.head.config.block_rows
+        self.each: int = self.head.config.block  # tokens that a block predicts
         assert self.size <= LANE
 
     def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
         return self.head.markov is None and super().suits_trees(seqs, width, depth)
 
     def _block(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
-        packed, each = self._rows(seqs, starts), self.size - 1
+        packed, each = self._rows(seqs, starts), self.each
         shape = HeadShape("blocks", feed_size(len(packed.tokens)), lanes_for(len(seqs)), drawn=filtered)
         self._replay(shape, BlockPass, packed, seqs, budget)
         return [[self.at + i * each + j for j in range(k)] for i, k in enumerate(budget)]
 
     def rankings(self, seqs: list[Sequence], starts: list[int], lengths: list[int], width: int) -> list[list[Ranking]]:
-        packed, each = self._rows(seqs, self._read_ahead(seqs, starts)), self.size - 1
+        packed, each = self._rows(seqs, self._read_ahead(seqs, starts)), self.each
         drawn, width = any(not seq.params.greedy for seq in seqs), min(width, self.ids.shape[0])
         shape = HeadShape(
             "block rankings", feed_size(len(packed.tokens)), lanes_for(len(seqs)), width=width, drawn=drawn
@@ -52,7 +53,7 @@ class BlockGraphs(HeadGraphs):
 
 
 class _Blocks(HeadPass):
-    """Context rows, then a block for each of `shape.wanted` sequences, whose masks choose."""
+    """Context rows, then a block for each of `shape.wanted` sequences, whose masks choose, or all of its rows."""
 
     heads: BlockGraphs
 
@@ -60,7 +61,7 @@ class _Blocks(HeadPass):
         b, s = shape.wanted, heads.size
         every = torch.arange(b * s, device=heads.state.device)
         self.index, self.masked = every % s, every % s > 0  # [b s] each row's place in its block
-        self.want = self.masked.nonzero().flatten()  # [b (s - 1)]
+        self.want = every if heads.head.config.anchored else self.masked.nonzero().flatten()  # [b each]
         self.slots = heads.lanes[:b, :s].flatten().contiguous()  # [b s]
         self.tails = heads.tails[:b].repeat_interleave(s, 0).contiguous()  # [b s, LANE]
         super().__init__(heads, shape)
@@ -83,7 +84,7 @@ class _Blocks(HeadPass):
 
     @property
     def choices(self) -> int:
-        return self.shape.wanted * (self.heads.size - 1)
+        return self.shape.wanted * self.heads.each
 
     def _scores(self) -> Tensor:
         d, heads = self.form.device, self.heads
@@ -101,7 +102,7 @@ class _Blocks(HeadPass):
         return Rows(tokens, positions, at, at, at, state.table, None, self.want, blocks=blocks)
 
     def _positions(self, seqs: list[Sequence], lengths: list[int]) -> tuple[list[Sequence], list[int]]:
-        return super()._positions(seqs, [self.heads.size - 1] * len(seqs))
+        return super()._positions(seqs, [self.heads.each] * len(seqs))
 
 
 class BlockPass(MaskPass, _Blocks):
@@ -111,7 +112,7 @@ class BlockPass(MaskPass, _Blocks):
         if self.heads.head.markov is None:
             return super()._chosen(scores, laws)
         b = self.shape.wanted
-        each = scores.view(b, -1, scores.shape[1])  # [b, s - 1, D]
+        each = scores.view(b, -1, scores.shape[1])  # [b, each, D]
         tokens, chain = self.form.device["block_tokens"].view(b, -1)[:, 0], []  # [b]
         for j in range(each.shape[1]):
             given = self.heads.head.after(each[:, j], tokens)

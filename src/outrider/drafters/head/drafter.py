@@ -23,7 +23,16 @@ import torch
 from ...backends import Model
 from ...backends.cpu.blocks import BlockTransformer
 from ...backends.cpu.quantise import FORMAT
-from ...backends.loaded_weights import embedding_of, output_norm, output_product, output_rows, row_reader, weight_bytes
+from ...backends.loaded_weights import (
+    embedding_of,
+    is_embedding,
+    is_output_matrix,
+    output_norm,
+    output_product,
+    output_rows,
+    row_reader,
+    weight_bytes,
+)
 from ...backends.rows import rows_of
 from ...control.draft_costs import Line
 from ...engine.cache import Plane
@@ -122,11 +131,11 @@ ROUND_TREE = {"width": 5, "depth": 6}  # in rounds, where a level costs what a t
 
 @register("head")
 class TrainedHead(Drafter):
-    """Options: head (a folder, mtp, or a loaded Head), draft_dtype, stop_below (the survival at which a chain ends),
-    tree, tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by default on a CPU),
-    learn (the head itself learns from what the target emits), learn_phrases (so does a memory beside it; CPU),
-    learn_correction (train the head's correction; by default on a GPU), learn_from, learn_every, learn_cap_ms,
-    learn_share, learn_rate."""
+    """Options: head (a folder, a GGUF file, mtp, or a loaded Head), draft_dtype, stop_below (the survival at which a
+    chain ends), tree, tree_width, tree_depth, learn_vocabulary (draft what the text uses and training did not; by
+    default on a CPU), learn (the head itself learns from what the target emits), learn_phrases (so does a memory beside
+    it; CPU), learn_correction (train the head's correction; by default on a GPU), learn_from, learn_every,
+    learn_cap_ms, learn_share, learn_rate."""
 
     traits = Traits(
         options=(
@@ -466,6 +475,7 @@ def _with_target(
     target = space.target
     if config.kind == EAGLE1:
         tensors = tensors | {"feature_norm.weight": output_norm(target)}
+    config, tensors = _without_copies(config, tensors, target)
     tensors = with_output_rows(config, tensors, target)
     output = None if "lm_head.weight" in tensors else output_product(target, dtype)
     device, own = target.device, tensors.get("embed_tokens.weight")
@@ -475,12 +485,18 @@ def _with_target(
     embedding = embedding_of(target)
     if config.kind == DFLASH:
         return DFlashHead(config, tensors, embedding, dtype, device, space.cache.length, output)
-    if own is not None and own.shape == embedding.shape and not config.narrow:  # most are copies of the target's
-        some = torch.arange(0, own.shape[0], 61)
-        if torch.equal(own[some].to(embedding.dtype), embedding[some.to(device)].cpu()):
-            tensors = {name: tensor for name, tensor in tensors.items() if name != "embed_tokens.weight"}
-            config = replace(config, own_embedding=False)
     return Head(config, tensors, embedding, dtype, device, space.cache.length, stored_as, output)
+
+
+def _without_copies(config: HeadConfig, tensors: HeadTensors, target: Model) -> tuple[HeadConfig, HeadTensors]:
+    """Without the target's own embedding and output matrix, which many files hold a copy of: these are shared."""
+    copies = set[str]()
+    if not config.narrow:
+        if is_embedding(tensors.get("embed_tokens.weight"), target):
+            copies, config = copies | {"embed_tokens.weight"}, replace(config, own_embedding=False)
+        if config.draft_vocab_size == config.vocab_size and is_output_matrix(tensors.get("lm_head.weight"), target):
+            copies, config = copies | {"lm_head.weight"}, replace(config, own_output=False)
+    return config, {name: tensor for name, tensor in tensors.items() if name not in copies}
 
 
 def with_output_rows(config: HeadConfig, tensors: HeadTensors, target: Model) -> HeadTensors:
@@ -510,7 +526,8 @@ def learnt_vocabulary(space: Workspace, head: Head | PerPositionHead) -> LearntV
 
 def _fingerprint(folder: Path) -> str:
     """What its quantised weights are kept under: names, sizes and times of its files, and the kernels' format."""
-    files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(folder.iterdir())]
+    held = sorted(folder.iterdir()) if folder.is_dir() else [folder]
+    files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in held]
     return hashlib.sha256(repr((FORMAT, PACKING, files)).encode()).hexdigest()[:24]
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ...backends import WHOLE
 from ...backends.rows import rows_of
-from ...engine.cache import Cache
+from ...engine.cache import Cache, Plane
 from ...models.paths import cache_folder, write_quietly
 from ...models.prompts import bundled
 from ...models.published import Reading
@@ -27,10 +27,12 @@ from ...models.speculators import HeadConfig
 from ...models.stages import stage
 from ...types import Sequence
 from .. import Workspace
+from .dflash import Block, DFlashHead, score_blocks
 from .features import HeadBatch
 from .network import Head
 
 TOKENS = 96  # of the text
+BLOCK_EVERY = 4  # tokens of it: where a block drafter is tried
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def choose_reading(head: Head, readings: tuple[Reading, ...], space: Workspace, 
         if len(text) < 8:
             return head, Tried(0)
         with stage("Comparing readings of the head") as done:
-            trial = _Trial(space, text, sorted({tap for reading in readings for tap in reading.config.taps}))
+            trial = Trial(space, text, sorted({tap for reading in readings for tap in reading.config.taps}))
             agreement = []
             for i, reading in enumerate(readings):
                 assert isinstance(reading.config, HeadConfig)
@@ -100,7 +102,7 @@ def _text(space: Workspace) -> list[int]:
     return [i for i in ids if i < space.target.config.vocab_size][:limit]
 
 
-class _Trial:
+class Trial:
     """A text that the target has read, with its choices and the states that it left behind."""
 
     def __init__(self, space: Workspace, text: list[int], taps: list[int]) -> None:
@@ -126,11 +128,14 @@ class _Trial:
         """The share of the text's tokens that a head predicts as the target does, one and two positions ahead."""
         model: Any = head
         plane = self.cache.add_plane(*model.plane_shape)
+        blocks = self._blocks(head, plane) if isinstance(head, DFlashHead) else []
         rows, n = HeadBatch(self.cache), len(self.seq.tokens)
         rows.committed(self.seq, 0, n - 1)
         rows.want = list(range(n - 1))
         hidden = torch.cat([self.hidden[tap] for tap in head.config.taps], 1)[: n - 1].to(head.device, head.stream)
         scores, outputs = head.read(rows_of(rows), plane, hidden)
+        if isinstance(head, DFlashHead):
+            return self._agreement_of_blocks(head, plane, blocks)
         right = int((self._tokens(head, scores) == self.choices[1:]).sum())
         if head.config.parallel:
             return right / (n - 1)
@@ -140,6 +145,23 @@ class _Trial:
         later.want = list(range(n - 2))
         scores, _ = head.scores(rows_of(later), plane, outputs[: n - 2])
         return (right + int((self._tokens(head, scores) == self.choices[2:]).sum())) / (2 * n - 3)
+
+    def _blocks(self, head: DFlashHead, plane: Plane) -> list[Block]:
+        """Blocks behind some of the text's tokens, in slots that are added to an empty plane."""
+        size, places = head.config.block_rows, range(1, len(self.seq.tokens) - 2, BLOCK_EVERY)
+        first = plane.add_scratch(len(places) * size)
+        return [
+            Block(self.seq, at, list(range(first + i * size, first + i * size + size))) for i, at in enumerate(places)
+        ]
+
+    def _agreement_of_blocks(self, head: DFlashHead, plane: Plane, blocks: list[Block]) -> float:
+        """The same for the first two tokens of each block."""
+        right, text = 0, self.seq.tokens
+        for (_, at, _), scores in zip(blocks, score_blocks(head, blocks, self.cache, plane), strict=True):
+            before = torch.tensor(text[at : at + 2], device=head.device)
+            given = head.after(scores[:2].to(head.device), before[: len(scores)])
+            right += int((self._tokens(head, given) == self.choices[at : at + len(given)]).sum())
+        return right / (2 * len(blocks))
 
     def _tokens(self, head: Head, scores: Tensor) -> Tensor:
         return head.ids[scores.argmax(-1).cpu()]
