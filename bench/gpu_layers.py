@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.backends.cuda import layers as gpu_layers
 from outrider.backends.cuda.graphs import SAMPLING
-from outrider.backends.cuda.kernels import attention, elementwise, fused, matmul, sampling
+from outrider.backends.cuda.kernels import attend_few, attention, elementwise, fused, matmul, sampling
 from outrider.backends.cuda.kernels.launching import EARLY, LAUNCH
 from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
@@ -32,6 +32,7 @@ from outrider.engine.cache import Cache
 from outrider.models.config import ModelConfig
 
 DEVICE, DTYPE = "cuda", torch.bfloat16
+ALONE = attention.ALONE
 FLOOR = 3.79e12  # bytes a second that a large product of one row reaches
 
 
@@ -66,7 +67,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
         for name in ("activated", "added", "attend", "product", "rotated")
     },
     "depth-8": {"DEPTH": 8},
-    "attend-4": {"ATTEND_WARPS": 4},
+    **{f"attend-triton-{n}": {"FEW": False, "ALONE": n} for n in (1, 2, 4)},
+    **{f"separate-attend-triton-{n}": {"fused": False, "FEW": False, "ALONE": n} for n in (1, 4)},
+    "attend-triton-1-warps-4": {"FEW": False, "ALONE": 1, "ATTEND_WARPS": 4},
+    "later-0": {"LATER": 0, "OWN": 0},
+    "later-4-0": {"LATER": 4, "OWN": 0},
+    "later-0-4": {"LATER": 0, "OWN": 4},
+    "later-8": {"LATER": 8, "OWN": 4},
+    "later-8-0": {"LATER": 8, "OWN": 0},
+    "later-16-0": {"LATER": 16, "OWN": 0},
     "small-8": {"MOST_ROWS": 8},
     "small-0": {"MOST_ROWS": 0},
     "gate-whole": {"SLICED_GATES": 0},
@@ -167,11 +176,12 @@ def milliseconds(graph: Any, seconds: float) -> float:
 
 
 def use(scene: Scene, variant: dict[str, Any]) -> None:
-    defaults = {"DEPTH": 12, "GATE_DEPTH": 8, "GATE_WARPS": 4, "SLICED_GATES": 2048}
+    defaults = {"DEPTH": 12, "GATE_DEPTH": 8, "GATE_WARPS": 4, "SLICED_GATES": 2048, "LATER": 4, "OWN": 4}
     for name, value in defaults.items():
         setattr(fused, name, variant.get(name, value))
     matmul.AHEAD = variant.get("AHEAD", 8)
-    attention.WARPS = variant.get("ATTEND_WARPS", 8)
+    attention.WARPS, attention.ALONE = variant.get("ATTEND_WARPS", 8), variant.get("ALONE", ALONE)
+    attend_few.USE.on = variant.get("FEW", True)
     LAUNCH.early = variant.get("early", EARLY)
     model = scene.model
     model.fused = gpu_layers.FusedLayers(model) if variant.get("fused", True) and scene.fused else None
@@ -235,7 +245,8 @@ def pass_bits(scene: Scene, count: int = 60) -> dict[str, float]:
     wide = scene.model.forward(scene.rows(0, count), scene.plane).logits.clone()
     planes = [plane[:count].clone() for plane in (*scene.plane.k, *scene.plane.v)]
     found: dict[str, float] = {}
-    for sizes in ((1,), (3, 8), (16,), (9, 1, 17)):
+    for sizes in ((1,), (3, 8), (16,), (9, 1, 17), (60,)):
+        attend_few.USE.on = sizes != (60,)  # triton's attention in the last ones
         for plane in (*scene.plane.k, *scene.plane.v):
             plane.fill_(float("nan"))
         logits, start, turn = [], 0, 0
@@ -246,6 +257,7 @@ def pass_bits(scene: Scene, count: int = 60) -> dict[str, float]:
         again = [plane[:count] for plane in (*scene.plane.k, *scene.plane.v)]
         found[f"logits {sizes}"] = different(torch.cat(logits), wide)
         found[f"planes {sizes}"] = max(different(a, b) for a, b in zip(again, planes, strict=True))
+    attend_few.USE.on = True
     return found
 
 
@@ -314,6 +326,9 @@ def main() -> None:
                 use(scene, VARIANTS[variant])
                 for rows in (1, 16):
                     scene.work(rows, options.context)()
+            if options.check:
+                use(scene, VARIANTS["early"])
+                pass_bits(scene)
             continue
         print(
             f"{name}: floor {floor_ms(scene):.3f} ms, fused layers by default: {scene.default is not None}", flush=True
@@ -321,6 +336,10 @@ def main() -> None:
         found = results[name] = timings(scene, options)
         if options.check:
             found["agrees"] = gpu_layers.FusedLayers(scene.model).agrees()
+            c = scene.config
+            shape = attend_few.Heads(c.heads, c.kv_heads, c.head_dim)
+            found["attention agrees"] = attention.few_agree(shape, scene.model.device)
+            print(f"  layers agree: {found['agrees']}, attention agrees: {found['attention agrees']}", flush=True)
             use(scene, VARIANTS["early"])
             found["bits"] = product_bits(name) | pass_bits(scene)
             print("  bits that differ:", {k: f"{v:.2g}" for k, v in found["bits"].items()}, flush=True)

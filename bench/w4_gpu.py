@@ -2,12 +2,14 @@
 
     python bench/w4_gpu.py                                   # 7.04B and Qwen2.5-Coder-1.5B shapes, random weights
     python bench/w4_gpu.py --qwen qwen2.5-coder-1.5b-q4_k_m.gguf
+    python bench/w4_gpu.py --sections products,passes --variants 2-0,2-1,3-1 --counts 1,16
 
 1. `kernels`: every kind of weight, 1 to 130 rows: the error against float64, and whether a row has the same bits alone
    and among others. `fields` are CUDA kernels, `packed` triton's.
 2. `products`: µs for each shape of the two models by rows, beside bfloat16's; weights come from memory.
 3. `passes`: a captured pass of 1, 4, 16 and 64 rows, the checkpoint's own bits against bfloat16.
-The last line is one JSON object.
+A variant of the CUDA kernels is how many programs for one to eight rows share a processor, and how many steps of
+weights are requested ahead. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ from torch import Tensor
 from outrider.backends import WHOLE
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs, PassShape, RecordedPass
-from outrider.backends.cuda.kernels import matmul
+from outrider.backends.cuda.kernels import fields, matmul
 from outrider.backends.cuda.kernels.fields import Tiled
 from outrider.backends.cuda.kernels.packed import PackedProduct
 from outrider.backends.cuda.packing import PackedTransformer, pack_blocks, pack_groups
 from outrider.backends.cuda.state import DEPTHS, DeviceState
 from outrider.backends.transformer import Transformer
 from outrider.engine.cache import Cache
-from outrider.models.config import ModelConfig
+from outrider.models.config import SILU, ModelConfig
 from outrider.models.precision import GGUF, INT4
 from outrider.models.quantised import Grouped
 from w4 import Random, RandomFile, Rounded, random_blocks
@@ -149,11 +151,11 @@ def _k_value(kind: str, b: Tensor, byte: Tensor, half: Callable[[int], Tensor], 
 # ---------------------------------------------------------------- kernels
 
 
-def kernels() -> dict[str, Any]:
+def kernels(options: argparse.Namespace) -> dict[str, Any]:
     """Errors against float64, and bits by the number of rows."""
     found: dict[str, Any] = {}
     print("kind   kernel  product  gated    bits of a row")
-    for kind in (*BLOCKS, *GROUPED):
+    for kind in options.kinds:
         w, values = exact_weight(kind, 192, 1792)
         x = torch.randn(max(ROWS), 1792, generator=dice(5), device=DEVICE).bfloat16()
         product, kernel = PackedProduct([w]), "fields" if isinstance(w, Tiled) else "packed"
@@ -202,24 +204,32 @@ def seconds(work: Callable[[], Any], repeats: int = 9) -> float:
     return median(taken[1:])
 
 
-def products() -> dict[str, Any]:
+def use(variant: str) -> None:
+    programs, fields.AHEAD = (int(part) for part in variant.split("-"))
+    fields.PROGRAMS = fields.PROGRAMS | {8: programs}
+
+
+def products(options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds by shape and rows, and bfloat16's."""
     found: dict[str, Any] = {}
-    print(f"µs of a product by rows {COUNTS}, and × bfloat16; TB/s of its bytes at one row")
+    print(f"µs of a product by rows {options.counts}, and × bfloat16; TB/s of its bytes at the fewest rows")
     for shape in SHAPES:
         made = [PackedProduct([random_weight(shape)])]
         size = sum(tensor.nbytes for tensor in vars(made[0].weights[0]).values() if isinstance(tensor, Tensor))
         while len(made) * size < 240e6 and len(made) < 32:  # none stays in a cache until its next use
             made.append(PackedProduct([random_weight(shape)]))
-        rows = {n: torch.randn(n, shape.inputs, device=DEVICE).bfloat16() for n in COUNTS}
+        rows = {n: torch.randn(n, shape.inputs, device=DEVICE).bfloat16() for n in options.counts}
         floats = _bf16(shape, rows)
-        own = {n: seconds(partial(_each, made, x, shape.gated), 5) / len(made) for n, x in rows.items()}
-        found[shape.name] = {"kind": shape.kind, "bytes": size, "us": {n: 1e6 * s for n, s in own.items()}}
-        found[shape.name] |= {"bf16_us": {n: 1e6 * s for n, s in floats.items()}}
-        shown = " ".join(f"{1e6 * s:7.1f}" for s in own.values())
-        ratios = " ".join(f"{floats[n] / s:.2f} ×" for n, s in own.items())
-        print(f"{shape.name:13} {type(made[0].weights[0]).__name__:6} {shape.kind:5} {size / 1e6:6.1f} MB {shown}   "
-              f"{size / own[1] / 1e12:.2f} TB/s   {ratios}", flush=True)  # fmt: skip
+        found[shape.name] = {"kind": shape.kind, "bytes": size, "bf16_us": {n: 1e6 * s for n, s in floats.items()}}
+        for variant in options.variants:
+            use(variant)
+            fields.prepare(made[0].variants(SILU if shape.gated else None), torch.device(DEVICE, 0))
+            own = {n: seconds(partial(_each, made, x, shape.gated), 5) / len(made) for n, x in rows.items()}
+            found[shape.name][variant] = {n: 1e6 * s for n, s in own.items()}
+            shown = " ".join(f"{1e6 * s:7.1f}" for s in own.values())
+            ratios = " ".join(f"{floats[n] / s:.2f} ×" for n, s in own.items())
+            print(f"{shape.name:13} {variant} {shape.kind:5} {size / 1e6:6.1f} MB {shown}   "
+                  f"{size / own[options.counts[0]] / 1e12:.2f} TB/s   {ratios}", flush=True)  # fmt: skip
         del made
         gc.collect()
         torch.cuda.empty_cache()
@@ -285,6 +295,8 @@ def _floats(config: ModelConfig) -> Transformer:
 def passes(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, config in MODELS.items():
+        if name not in options.models:
+            continue
         low, own = low_bits(name, config)
         if name == "qwen" and options.qwen:
             from outrider.models.checkpoint import open_checkpoint
@@ -294,10 +306,13 @@ def passes(options: argparse.Namespace) -> dict[str, Any]:
         timed: dict[str, dict[int, float]] = {}
         for form in ("bf16", own):
             model: Any = _floats(config) if form == "bf16" else PackedTransformer(config, low, own, DEVICE, 512)
-            timed[form] = pass_seconds(model)
-            ratios = " ".join(f"{n}: {timed['bf16'][n] / s:.2f} ×" for n, s in timed[form].items())
-            shown = " ".join(f"{n}: {1e3 * s:.3f} ms" for n, s in timed[form].items())
-            print(f"{name:5} {form:6} {shown}   {ratios}", flush=True)
+            for variant in options.variants[: 1 if form == "bf16" else None]:
+                use(variant)
+                at = form if form == "bf16" else f"{form} {variant}"
+                timed[at] = pass_seconds(model, options.pass_rows)
+                ratios = " ".join(f"{n}: {timed['bf16'][n] / s:.2f} ×" for n, s in timed[at].items())
+                shown = " ".join(f"{n}: {1e3 * s:.3f} ms" for n, s in timed[at].items())
+                print(f"{name:5} {at:9} {shown}   {ratios}", flush=True)
             del model
             gc.collect()
             torch.cuda.empty_cache()
@@ -308,13 +323,25 @@ def passes(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--qwen", type=Path, help="Qwen2.5-Coder-1.5B, Q4_K_M; default: random blocks of its types")
+    split = lambda text: tuple(part for part in text.split(",") if part)  # noqa: E731
+    whole = lambda text: tuple(int(part) for part in split(text))  # noqa: E731
+    parser.add_argument("--sections", type=split, default=("kernels", "products", "passes"))
+    parser.add_argument("--variants", type=split, default=(f"{fields.PROGRAMS[8]}-{fields.AHEAD}",))
+    parser.add_argument("--kinds", type=split, default=(*BLOCKS, *GROUPED), help="of the kernels")
+    parser.add_argument("--models", type=split, default=tuple(MODELS), help="of the passes")
+    parser.add_argument("--counts", type=whole, default=COUNTS, help="rows of products")
+    parser.add_argument("--pass-rows", type=whole, default=(1, 4, 16, 64))
     options = parser.parse_args()
     begin = time.perf_counter()
     facts: dict[str, Any] = {"bench": "w4_gpu", "command": " ".join(["python", *sys.argv])}
     facts |= {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    facts["kernels"] = attempt("kernels", kernels, begin)
-    facts["products"] = attempt("products", products, begin)
-    facts["passes"] = attempt("passes", lambda: passes(options), begin)
+    sections = {
+        "kernels": partial(kernels, options),
+        "products": partial(products, options),
+        "passes": partial(passes, options),
+    }
+    for section in options.sections:
+        facts[section] = attempt(section, sections[section], begin)
     print(json.dumps(facts | {"s": time.perf_counter() - begin}))
 
 

@@ -25,7 +25,6 @@ from .kernels.launching import can_start_early
 from .kernels.matmul import Parts, Product, Tiling, product
 
 MOST_WEIGHTS = 1 << 25  # of the gate, as measured on an H200: 1536 × 8960 is faster so, 4608 × 13824 is not
-MOST_ROWS = 8  # of a small pass, where a model is not very small
 SUMMED_ROWS = 128  # from here on the programs of a product add up its parts, which then fill the card anyway
 
 
@@ -66,11 +65,6 @@ def pays(c: ModelConfig) -> bool:
     return c.hidden_size * c.intermediate_size <= MOST_WEIGHTS
 
 
-def most_rows(c: ModelConfig) -> int:
-    """Rows up to which small kernels are faster; both have the same bits."""
-    return fused.MOST_ROWS if c.intermediate_size <= fused.SLICED_GATES else MOST_ROWS
-
-
 def _suits(layer: Any) -> bool:
     products = (layer.qkv, layer.out, layer.gate_up, layer.down)
     whole = all(type(p) is Product and p.scale is None and p.in_features % 32 == 0 for p in products)
@@ -83,7 +77,7 @@ class FusedLayers:
     def __init__(self, model: Any) -> None:
         self.config, self.layers, self.ropes, self.embedding = model.config, model.layers, model.ropes, model.embedding
         self._scale_embedding: float = model.scale_embedding
-        self.most_rows = most_rows(model.config)  # of a small pass
+        self.most_rows = fused.MOST_ROWS  # of a small pass
         self._slices = {
             name: fused.slices(weight.out_features, weight.in_features)
             for name, weight in ((name, getattr(self.layers[0], name)) for name in ("qkv", "out", "down"))
@@ -153,7 +147,8 @@ class _SmallBlocks:
         mixed = attention.attend(
             q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks, packs=True
         )
-        return self._added(mixed, layer.out, self.of._slices["out"], gain)
+        later = layer.gate_up.weight, self.of._slices["gate_up"]
+        return self._added(mixed, layer.out, self.of._slices["out"], gain, later)
 
     def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer = self.of.config, self.of.layers[i]
@@ -162,8 +157,8 @@ class _SmallBlocks:
         )
         return self._added(middle, layer.down, self.of._slices["down"], gain)
 
-    def _added(self, x: Tensor, by: Product, slices: fused.Slices, gain: Tensor | None) -> Entering:
-        return Entering(*fused.added(x, by.weight, by.bias, slices, self.x, gain), None)
+    def _added(self, x: Tensor, by: Product, slices: fused.Slices, gain: Tensor | None, later: Any = None) -> Entering:
+        return Entering(*fused.added(x, by.weight, by.bias, slices, self.x, gain, later), None)
 
 
 class _WideBlocks:

@@ -15,9 +15,10 @@
 // inputs (Q6_K), or 8 (l % 4) + 4 (k % 2) + j of one of 32, so that x is read in pieces of 16 bytes too.
 //
 // KIND, SCALES (of a step), NT (tiles of eight rows), SLICES, WARPS (of `fields_many`), GATED, GELU, WHOLE (all steps
-// have 256 inputs) and BLOCKS (programs on a processor) are given when this is compiled. A warp has two tiles of 16
-// outputs: neighbours, or a gate and its partner. Loading the next step's weights before this one's are used was not
-// faster: other warps hide the wait, and the registers are missed.
+// have 256 inputs), BLOCKS (programs on a processor) and AHEAD (steps that `fields_few` requests before it loads them)
+// are given when this is compiled. A warp has two tiles of 16 outputs: neighbours, or a gate and its partner. Loading the
+// next step's weights before this one's are used was not faster: the registers are missed. The second-level cache takes
+// them without any.
 
 typedef unsigned int u32;
 
@@ -147,6 +148,22 @@ struct Step {  // a warp's weights of 256 inputs
     }
   }
 };
+
+__device__ __forceinline__ void to_cache(const void* line) {  // to the second level
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+}
+
+// Requests a step that a warp reads later: half of its lanes one tile's lines of 128 bytes, the others the other's.
+__device__ __forceinline__ void request(const uint4* words, const u32* highs, const u32* scales, const u32* factors,
+                                        const int (&tile)[M], int blocks, int step, int lane) {
+  const int line = lane % 16, one = lane < 16 ? tile[0] : tile[1], steps = (blocks + 3) / 4;
+  const long long first = (static_cast<long long>(one) * blocks + step * 4) * 32;
+  const long long place = (static_cast<long long>(one) * steps + step) * 16;
+  if (WHOLE || step * 4 + line / 4 < blocks) to_cache(words + first + 8 * line);
+  if (EXTRA && line < 4 * EXTRA && (WHOLE || step * 4 + line / EXTRA < blocks)) to_cache(highs + first * EXTRA + 32 * line);
+  if (line < (WORDS + 1) / 2) to_cache(scales + place * WORDS + 32 * line);
+  if (NESTED && line == 8) to_cache(factors + place);
+}
 
 // 64 inputs of a row for four lanes each: `from` is a row's block, of 8 pieces of 16 bytes.
 __device__ __forceinline__ void inputs(uint4 (&in)[2], const uint4* from, bool there, int lane) {
@@ -322,9 +339,16 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
   float total[M][NT][4] = {};
   Step now;
   if (first + slice < stop) now.load(words, highs, scales, factors, tile, blocks, first + slice, lane);
+  for (int i = 1; i <= AHEAD; i++)
+    if (first + slice + i * SLICES < stop)
+      request(words, highs, scales, factors, tile, blocks, first + slice + i * SLICES, lane);
   begin();
   for (int step = first + slice; step < stop; step += SLICES) {
-    if (step != first + slice) now.load(words, highs, scales, factors, tile, blocks, step, lane);
+    if (step != first + slice) {
+      now.load(words, highs, scales, factors, tile, blocks, step, lane);
+      if (AHEAD && step + AHEAD * SLICES < stop)
+        request(words, highs, scales, factors, tile, blocks, step + AHEAD * SLICES, lane);
+    }
     float part[M][NT][4], plain[NT][4];
 #pragma unroll
     for (int b = 0; b < 4; b++) {

@@ -26,6 +26,8 @@ TILE, BLOCK, STEP = 16, 64, 256  # outputs of a tile; inputs of a block and of a
 SLICES = (8, 7, 6, 5, 4)  # of a part of a sum: as many as warps that keep the memory busy
 FEW, MANY = (8, 16), 32  # rows of a tile; of one whose warps share the rows
 WARPS = 4  # of a program that shares its rows
+PROGRAMS = {8: 2, 16: 2, 32: 1}  # on a processor, by the rows of a tile: the registers have room for them
+AHEAD = 1  # steps that a warp requests before it loads them, into the second-level cache
 PITCH = 36 * 16  # bytes between two rows in shared memory
 
 
@@ -180,7 +182,7 @@ class Variant:
         values = {
             "KIND": KINDS.index(self.kind), "SCALES": self.each, "NT": self.rows // 8, "SLICES": self.slices,
             "WHOLE": int(self.whole), "GATED": int(self.gated), "GELU": int(self.gelu),
-            "BLOCKS": 1 if self.warps else 2,
+            "BLOCKS": PROGRAMS[self.rows], "AHEAD": 0 if self.warps else AHEAD,
         }  # fmt: skip
         values |= {"WARPS": self.warps} if self.warps else {}
         return tuple(f"-D{name}={value}" for name, value in values.items())

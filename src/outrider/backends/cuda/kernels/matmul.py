@@ -82,7 +82,7 @@ def _chain(
 
 
 @triton.jit
-def _prefetch(pointers):
+def prefetch(pointers):
     """Bring these lines to the second-level cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
@@ -114,9 +114,9 @@ def _product(
     if AHEAD > 0:
         first = tl.minimum(start + STEP * tl.arange(0, AHEAD), ins - 1)
         line = w + tl.minimum(o, outs - 1)[:, None] * ins + first[None, :]
-        _prefetch(line)
+        prefetch(line)
         if GATED:
-            _prefetch(line + second)
+            prefetch(line + second)
     begin(PDL)
     total, other = _chain(
         zero, zero, x_ptr, w_ptr, second, o_in, r_in, i, start, split, ins, STEP, EVEN, GATED, DTYPE, PRECISION

@@ -1,0 +1,80 @@
+"""Attention of a few rows in CUDA C++ (`attend_few.cu`): the bits of `attention`'s own kernel, and fewer waits.
+
+`attention` uses it where it has given those bits on this device for heads of this shape. It knows rows and planes, not
+layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import nvrtc
+from .launching import launch_options
+from .matmul import processors
+
+THREADS = 512  # of a program, which has a processor for itself
+DIMS = (64, 128)  # of a head
+QUERIES = 16  # of a program: rows times the heads that share a key head
+
+
+@dataclass
+class Use:
+    """Whether these kernels are used; a benchmark changes it."""
+
+    on: bool = True
+
+
+USE = Use()
+
+
+@dataclass(frozen=True)
+class Heads:
+    """The shape of a layer's attention."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+    @property
+    def spans(self) -> int:
+        """Spans of keys that a program has at a time: as many as have a register for every number."""
+        return 16 // (self.dim // 16)
+
+    def options(self, tiles: int) -> tuple[str, ...]:
+        values = {"HEADS": self.heads, "KV_HEADS": self.kv_heads, "DIM": self.dim, "PACKED": tiles}
+        return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+def suits(q: Tensor, shape: Heads, blocks: Any) -> bool:
+    """Whether these rows can be computed here: they are few, causal, and in bfloat16."""
+    shaped = shape.dim in DIMS and shape.heads // shape.kv_heads <= QUERIES and q.dtype == torch.bfloat16
+    if not (USE.on and shaped and q.is_cuda) or blocks.lengths is not None or blocks.prompts:
+        return False
+    return blocks.info.shape[0] * shape.kv_heads <= processors(q.device) and nvrtc.available(q.device)
+
+
+@cache
+def source() -> str:
+    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+
+
+def attend(
+    q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Any, scale: float, window: int, out: Tensor, tiles: int
+) -> None:
+    """As `attention.attend` into `out`. scale: of scores to the base 2. tiles: of packed rows; 0: not packed."""
+    rows, shape = q.shape[0], Heads(q.shape[1], k_plane.shape[1], q.shape[2])
+    programs, scratch = blocks.info.shape[0] * shape.kv_heads, blocks.scratch
+    splits = max(1, min(-(-scratch.spans // shape.spans), processors(q.device) // programs))
+    nvrtc.kernel(source(), "attend", shape.options(tiles), q.device)(
+        (blocks.info.shape[0], shape.kv_heads, splits), THREADS,
+        [q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats,
+         scratch.finished, float(scale), blocks.table.shape[1], blocks.tail.shape[1], scratch.spans, scratch.rows,
+         window, rows],
+        early="launch_pdl" in launch_options("attend", rows),
+    )  # fmt: skip
