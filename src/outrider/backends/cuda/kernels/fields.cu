@@ -243,11 +243,11 @@ __device__ __forceinline__ void store_gated(void* out, long long at, float gate,
 }
 
 // words [tiles, blocks, 32 lanes, 4]; scales [tiles, steps, 16, WORDS]; x [rows, 64 blocks]; out [parts, rows, stride];
-// outs: of out, from `column` on; split: steps of a part.
+// outs: of out, from `column` on; split: steps of a part; wave: programs that run at a time.
 #define ARGUMENTS                                                                                                   \
   const uint4 *__restrict__ words, const u32 *__restrict__ highs, const u32 *__restrict__ scales,                   \
       const u32 *__restrict__ factors, const uint4 *__restrict__ x, void *__restrict__ out, int rows, int outs,     \
-      int tiles, int blocks, int split, int stride, int column
+      int tiles, int blocks, int split, int stride, int column, int wave
 
 #ifdef WARPS
 
@@ -342,6 +342,12 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
   for (int i = 1; i <= AHEAD; i++)
     if (first + slice + i * SLICES < stop)
       request(words, highs, scales, factors, tile, blocks, first + slice + i * SLICES, lane);
+  const int later = blockIdx.z * gridDim.y + group + wave;  // the program that takes this one's place
+  if (AHEAD && later < static_cast<int>(gridDim.y * gridDim.z)) {
+    const int other = later % gridDim.y, from = later / gridDim.y * split, step = from + slice;
+    const int theirs[M] = {tile_of(other, 0, tiles), tile_of(other, 1, tiles)};
+    if (slice < split && step < steps) request(words, highs, scales, factors, theirs, blocks, step, lane);
+  }
   begin();
   for (int step = first + slice; step < stop; step += SLICES) {
     if (step != first + slice) {

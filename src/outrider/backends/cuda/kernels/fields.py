@@ -19,6 +19,7 @@ from torch import Tensor
 from ....models.config import GELU, SILU
 from .. import nvrtc
 from .launching import launch_options
+from .matmul import processors
 
 KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "int4", "int4b")  # in the order of the source's own
 EXTRA = {"Q5_K": 1, "Q6_K": 2}  # bits of a field beyond four
@@ -27,7 +28,7 @@ SLICES = (8, 7, 6, 5, 4)  # of a part of a sum: as many as warps that keep the m
 FEW, MANY = (8, 16), 32  # rows of a tile; of one whose warps share the rows
 WARPS = 4  # of a program that shares its rows
 PROGRAMS = {8: 2, 16: 2, 32: 1}  # on a processor, by the rows of a tile: the registers have room for them
-AHEAD = 1  # steps that a warp requests before it loads them, into the second-level cache
+AHEAD = 1  # steps that a warp requests before it loads them; 0: not even those of the program that follows its own
 PITCH = 36 * 16  # bytes between two rows in shared memory
 
 
@@ -227,7 +228,8 @@ def launch(variant: Variant, x: Tensor, w: Tiled, out: Tensor, column: int) -> N
     compiled(variant, x.device)(
         (-(-rows // variant.rows), groups, parts), 32 * (variant.warps or variant.slices),
         [w.words, none if w.high is None else w.high, w.scales, none if w.factors is None else w.factors,
-         x, out, rows, outs, tiles, w.words.shape[1], -(-w.steps // parts), stride, column],
+         x, out, rows, outs, tiles, w.words.shape[1], -(-w.steps // parts), stride, column,
+         processors(x.device) * PROGRAMS[variant.rows]],
         early="launch_pdl" in launch_options("product", rows),
     )  # fmt: skip
 
