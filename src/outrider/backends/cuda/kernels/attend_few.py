@@ -56,7 +56,8 @@ def suits(q: Tensor, shape: Heads, blocks: Any) -> bool:
     shaped = shape.dim in DIMS and shape.heads // shape.kv_heads <= QUERIES and q.dtype == torch.bfloat16
     if not (USE.on and shaped and q.is_cuda) or blocks.lengths is not None or blocks.prompts:
         return False
-    return blocks.info.shape[0] * shape.kv_heads <= processors(q.device) and nvrtc.available(q.device)
+    programs = blocks.info.shape[0] * shape.kv_heads  # of blocks that may be padding
+    return programs <= 2 * processors(q.device) and nvrtc.available(q.device)
 
 
 @cache
