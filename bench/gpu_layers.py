@@ -114,8 +114,11 @@ class Scene:
 
     def __init__(self, name: str, length: int) -> None:
         torch.manual_seed(1)
-        self.config, self.length = replace(MODELS[name], context_length=length), length
-        self.model = Transformer(self.config, DeviceWeights(self.config, name in BIASED), DTYPE, DEVICE)
+        config = replace(MODELS[name], context_length=length)
+        self.prepare(Transformer(config, DeviceWeights(config, name in BIASED), DTYPE, DEVICE), length)
+
+    def prepare(self, model: Transformer, length: int) -> None:
+        self.model, self.config, self.length = model, model.config, length
         self.default, self.fused = self.model.fused, gpu_layers.suits(self.model)
         device = self.model.device
         self.plane = Cache(length, 1, length, device).add_plane(*self.model.plane_shape)

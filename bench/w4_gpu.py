@@ -32,7 +32,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 from torch import Tensor
 
+import gpu_layers
 from outrider.backends import WHOLE
+from outrider.backends.cuda import layers
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs, PassShape, RecordedPass
 from outrider.backends.cuda.kernels import fields, matmul
@@ -204,9 +206,12 @@ def seconds(work: Callable[[], Any], repeats: int = 9) -> float:
     return median(taken[1:])
 
 
-def use(variant: str) -> None:
-    programs, fields.AHEAD = (int(part) for part in variant.split("-"))
-    fields.PROGRAMS = fields.PROGRAMS | {8: programs}
+def use(variant: str, model: Any = None) -> None:
+    """Such as 2-1 or 2-1-fused: programs, steps ahead, and whether a model's layers are fused."""
+    programs, ahead, *form = variant.split("-")
+    fields.PROGRAMS, fields.AHEAD = fields.PROGRAMS | {8: int(programs)}, int(ahead)
+    if model is not None:
+        model.fused = layers.PackedLayers(model) if form else None
 
 
 def products(options: argparse.Namespace) -> dict[str, Any]:
@@ -284,6 +289,18 @@ def pass_seconds(model: Any, rows: tuple[int, ...] = (1, 4, 16, 64), repeats: in
     return found
 
 
+def bits(name: str, model: Any) -> dict[str, Any]:
+    """Whether small and wide passes of fused layers have the same bits, and how far separate layers' logits are."""
+    scene = gpu_layers.Scene.__new__(gpu_layers.Scene)
+    scene.prepare(model, 512)
+    found: dict[str, Any] = {"agrees": model.fused.agrees()} | gpu_layers.pass_bits(scene)
+    wide = model.forward(scene.rows(0, 60), scene.plane).logits.double()
+    fused, model.fused = model.fused, None
+    separate = model.forward(scene.rows(0, 60), scene.plane).logits.double()
+    model.fused = fused
+    return found | {"from separate": float((wide - separate).norm() / separate.norm())}
+
+
 def low_bits(name: str, config: ModelConfig) -> tuple[Any, str]:
     return (Rounded(Random(config)), INT4) if name == "7b" else (RandomFile(config), GGUF)
 
@@ -307,12 +324,19 @@ def passes(options: argparse.Namespace) -> dict[str, Any]:
         for form in ("bf16", own):
             model: Any = _floats(config) if form == "bf16" else PackedTransformer(config, low, own, DEVICE, 512)
             for variant in options.variants[: 1 if form == "bf16" else None]:
-                use(variant)
                 at = form if form == "bf16" else f"{form} {variant}"
-                timed[at] = pass_seconds(model, options.pass_rows)
+                try:
+                    use(variant, None if form == "bf16" else model)
+                    timed[at] = pass_seconds(model, options.pass_rows)
+                except Exception as error:  # one variant must not take the others with it
+                    print(f"{name} {at}: {error}"[:600], flush=True)
+                    continue
                 ratios = " ".join(f"{n}: {timed['bf16'][n] / s:.2f} ×" for n, s in timed[at].items())
                 shown = " ".join(f"{n}: {1e3 * s:.3f} ms" for n, s in timed[at].items())
-                print(f"{name:5} {at:9} {shown}   {ratios}", flush=True)
+                print(f"{name:5} {at:14} {shown}   {ratios}", flush=True)
+            if form != "bf16" and model.fused is not None:
+                timed["bits"] = bits(name, model)
+                print(f"{name:5} fused: {timed['bits']}", flush=True)
             del model
             gc.collect()
             torch.cuda.empty_cache()

@@ -20,7 +20,19 @@
 // next step's weights before this one's are used was not faster: the registers are missed. The second-level cache takes
 // them without any.
 
+// What comes after a sum, in `fields_few`: nothing, or (AFTER) the residual stream is added to, or q and k are rotated and
+// k and v stored. GROUPS: of sixteen numbers of the stream, whose squares give a row's norm; 0: rows are normed already.
+
 typedef unsigned int u32;
+typedef unsigned short u16;
+
+#ifndef AFTER
+#define AFTER 0
+#define GROUPS 0
+#define BIASED 0
+#endif
+#define ADDED 1
+#define ROTATED 2
 
 enum { Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, INT4_HALF, INT4_BFLOAT };
 
@@ -231,23 +243,70 @@ __device__ __forceinline__ void add_block(float (&total)[M][NT][4], float (&part
 }
 
 __device__ __forceinline__ int tile_of(int group, int m, int tiles) {  // beyond the last one: the last one again
+#if AFTER == ROTATED  // the two halves of a head
+  return group / (DIM / 32) * (DIM / 16) + group % (DIM / 32) + m * (DIM / 32);
+#endif
   const int pairs = tiles / 2, tile = GATED ? group : group * M + m, last = GATED ? pairs - 1 : tiles - 1;
   return (tile < last ? tile : last) + (GATED && m ? pairs : 0);
 }
 
+__device__ __forceinline__ u16 rounded(float value) {
+  u16 bits;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+  return bits;
+}
+
 __device__ __forceinline__ void store_gated(void* out, long long at, float gate, float up) {
   const float steep = GELU ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
-  unsigned short bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(gate / (1.0f + __expf(-steep)) * up));
-  static_cast<unsigned short*>(out)[at] = bits;
+  static_cast<u16*>(out)[at] = rounded(gate / (1.0f + __expf(-steep)) * up);
+}
+
+__device__ __forceinline__ float of_sixteen(float value) {  // the sum over sixteen lanes, neighbours first
+#pragma unroll
+  for (int other = 1; other < 16; other *= 2)
+    value = __fadd_rn(value, __shfl_xor_sync(0xFFFFFFFFu, value, other));
+  return value;
+}
+
+__device__ __forceinline__ float inverse_rms(float squares, int width, float eps) {
+  float mean, out;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(mean) : "f"(squares), "f"(static_cast<float>(width)));
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(mean, eps)));
+  return out;
+}
+
+__device__ __forceinline__ void copy_16(void* shared, const void* from) {  // bytes, without waiting
+  const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copies_done() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // words [tiles, blocks, 32 lanes, 4]; scales [tiles, steps, 16, WORDS]; x [rows, 64 blocks]; out [parts, rows, stride];
 // outs: of out, from `column` on; split: steps of a part; wave: programs that run at a time.
 #define ARGUMENTS                                                                                                   \
-  const uint4 *__restrict__ words, const u32 *__restrict__ highs, const u32 *__restrict__ scales,                   \
+  const uint4 *__restrict__ words, const u32 *__restrict__ highs, const u32 *__restrict__ scales_,                  \
       const u32 *__restrict__ factors, const uint4 *__restrict__ x, void *__restrict__ out, int rows, int outs,     \
-      int tiles, int blocks, int split, int stride, int column, int wave
+      int tiles, int blocks, int split, int stride, int column, int wave MORE_GROUPS MORE_AFTER
+
+// squares [rows, GROUPS]; `fields_many` gets 1 / rms [rows] instead. stream, next [rows, outs]; next = stream * gain;
+// of_stream [rows, outs / 16]: its squares. cosines, sines [positions, DIM / 2]; q [rows, HEADS, DIM].
+#if GROUPS
+#define MORE_GROUPS , const float *__restrict__ squares, float eps
+#else
+#define MORE_GROUPS
+#endif
+#if AFTER == ADDED
+#define MORE_AFTER , const float *__restrict__ bias, float *stream, const float *__restrict__ gain, u16 *next, float *of_stream
+#elif AFTER == ROTATED
+#define MORE_AFTER                                                                                                  \
+  , const float *__restrict__ bias, const float *__restrict__ cosines, const float *__restrict__ sines,             \
+      const long long *positions, const long long *slots, u16 *q, u16 *k_plane, u16 *v_plane
+#else
+#define MORE_AFTER
+#endif
 
 #ifdef WARPS
 
@@ -272,14 +331,14 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
     return next < stop ? next : slice + 1 < SLICES && first + slice + 1 < stop ? first + slice + 1 : stop;
   };
   Step now;
-  now.load(words, highs, scales, factors, tile, blocks, first, lane);
+  now.load(words, highs, scales_, factors, tile, blocks, first, lane);
   begin();
   int step = first, into = 0;
   fetch(step, into);
   float sum[M][NT][4] = {};
   while (step < stop) {
     const int next = after(step);
-    if (step != first) now.load(words, highs, scales, factors, tile, blocks, step, lane);
+    if (step != first) now.load(words, highs, scales_, factors, tile, blocks, step, lane);
     if (next < stop) fetch(next, into ^ 1);
     if (next < stop) asm volatile("cp.async.wait_group 1;");
     else asm volatile("cp.async.wait_group 0;");
@@ -316,7 +375,13 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
       if (to >= rows) continue;
       if (GATED) {
         const int output = group * 16 + o;
-        if (output < outs) store_gated(out, static_cast<long long>(to) * stride + column + output, total[0][n][i], total[1][n][i]);
+#if GROUPS
+        const float scale = squares[to];
+#else
+        const float scale = 1.0f;
+#endif
+        const long long at = static_cast<long long>(to) * stride + column + output;
+        if (output < outs) store_gated(out, at, __fmul_rn(total[0][n][i], scale), __fmul_rn(total[1][n][i], scale));
       } else {
 #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -330,30 +395,91 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
 
 #else
 
+// What the results of a thread meet, loaded before their sum is there. Result j of tile m is output o of row r.
+struct Place {
+  int o, row, output;
+  bool valid;
+
+  __device__ __forceinline__ Place(int j, int m, int group, int rows, int outs) {
+    const int item = j * 32 * SLICES + threadIdx.x;
+    o = item % 16, row = blockIdx.x * ROWS + item / 16;
+#if AFTER == ROTATED
+    output = tile_of(group, m, 0) * 16 + o;
+#else
+    output = (GATED ? group : group * M + m) * 16 + o;
+#endif
+    valid = item < 16 * ROWS && row < rows && output < outs;
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARGUMENTS) {
   __shared__ float sums[SLICES][16][ROWS + 1];
+#if GROUPS
+  __shared__ __align__(16) float staged[ROWS * GROUPS];
+  __shared__ float scales[ROWS];
+#endif
   const int lane = threadIdx.x % 32, slice = threadIdx.x / 32, steps = (blocks + 3) / 4;
   const int row = blockIdx.x * ROWS + lane / 4, group = blockIdx.y;
   const int tile[M] = {tile_of(group, 0, tiles), tile_of(group, 1, tiles)};
   const int first = blockIdx.z * split, stop = first + split < steps ? first + split : steps;
   float total[M][NT][4] = {};
   Step now;
-  if (first + slice < stop) now.load(words, highs, scales, factors, tile, blocks, first + slice, lane);
+  if (first + slice < stop) now.load(words, highs, scales_, factors, tile, blocks, first + slice, lane);
   for (int i = 1; i <= AHEAD; i++)
     if (first + slice + i * SLICES < stop)
-      request(words, highs, scales, factors, tile, blocks, first + slice + i * SLICES, lane);
+      request(words, highs, scales_, factors, tile, blocks, first + slice + i * SLICES, lane);
   const int later = blockIdx.z * gridDim.y + group + wave;  // the program that takes this one's place
   if (AHEAD && later < static_cast<int>(gridDim.y * gridDim.z)) {
     const int other = later % gridDim.y, from = later / gridDim.y * split, step = from + slice;
     const int theirs[M] = {tile_of(other, 0, tiles), tile_of(other, 1, tiles)};
-    if (slice < split && step < steps) request(words, highs, scales, factors, theirs, blocks, step, lane);
+    if (slice < split && step < steps) request(words, highs, scales_, factors, theirs, blocks, step, lane);
   }
+#if AFTER
+  float biases[M][ITEMS] = {};
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int j = 0; j < ITEMS; j++) {
+      const Place at(j, m, group, rows, outs);
+      if (BIASED && at.valid) biases[m][j] = __ldg(bias + column + at.output);
+    }
+#endif
+#if AFTER == ADDED
+  float before[M][ITEMS], gains[M][ITEMS];
+#pragma unroll
+  for (int m = 0; m < M; m++)
+#pragma unroll
+    for (int j = 0; j < ITEMS; j++) {
+      const Place at(j, m, group, rows, outs);
+      before[m][j] = at.valid ? __ldcg(stream + static_cast<long long>(at.row) * outs + at.output) : 0.0f;
+      gains[m][j] = at.valid ? __ldg(gain + at.output) : 0.0f;
+    }
+#elif AFTER == ROTATED
+  const int head = column / DIM + group / (DIM / 32);
+  float cosine[ITEMS], sine[ITEMS];
+  u16* target[ITEMS];
+#pragma unroll
+  for (int j = 0; j < ITEMS; j++) {
+    const Place at(j, 0, group, rows, outs);
+    const int d = group % (DIM / 32) * 16 + at.o;
+    const long long position = at.valid ? __ldcg(positions + at.row) : 0, slot = at.valid ? __ldcg(slots + at.row) : 0;
+    cosine[j] = __ldg(cosines + position * (DIM / 2) + d), sine[j] = __ldg(sines + position * (DIM / 2) + d);
+    target[j] = head < HEADS             ? q + (static_cast<long long>(at.row) * HEADS + head) * DIM + d
+                : head < HEADS + KV_HEADS ? k_plane + (slot * KV_HEADS + head - HEADS) * DIM + d
+                                         : v_plane + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + d;
+  }
+#endif
   begin();
+#if GROUPS
+  const int last = rows - blockIdx.x * ROWS < ROWS ? rows - blockIdx.x * ROWS : ROWS;
+  for (int i = threadIdx.x; i < last * GROUPS / 4; i += 32 * SLICES)
+    copy_16(staged + 4 * i, squares + static_cast<long long>(blockIdx.x) * ROWS * GROUPS + 4 * i);
+#endif
   for (int step = first + slice; step < stop; step += SLICES) {
     if (step != first + slice) {
-      now.load(words, highs, scales, factors, tile, blocks, step, lane);
+      now.load(words, highs, scales_, factors, tile, blocks, step, lane);
       if (AHEAD && step + AHEAD * SLICES < stop)
-        request(words, highs, scales, factors, tile, blocks, step + AHEAD * SLICES, lane);
+        request(words, highs, scales_, factors, tile, blocks, step + AHEAD * SLICES, lane);
     }
     float part[M][NT][4], plain[NT][4];
 #pragma unroll
@@ -367,7 +493,17 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
       add_block(total, part, plain, now, in, b);
     }
   }
-  float gates[ITEMS];
+#if GROUPS
+  copies_done();
+  __syncthreads();
+  for (int r = 2 * slice + lane / 16; r < ROWS; r += 2 * SLICES) {  // sixteen lanes have a row
+    float squared = 0.0f;
+    for (int i = lane % 16; i < GROUPS; i += 16) squared = __fadd_rn(squared, r < last ? staged[r * GROUPS + i] : 0.0f);
+    squared = of_sixteen(squared);
+    if (lane % 16 == 0) scales[r] = inverse_rms(squared, 16 * GROUPS, eps);
+  }
+#endif
+  float former[ITEMS];  // results of the first tile that those of the second need
 #pragma unroll
   for (int m = 0; m < M; m++) {
     __syncthreads();
@@ -378,17 +514,37 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < ITEMS; j++) {
-      const int item = j * 32 * SLICES + threadIdx.x, o = item % 16, r = item / 16, to = blockIdx.x * ROWS + r;
-      if (item >= 16 * ROWS) break;
-      float sum = sums[0][o][r];
+      const Place at(j, m, group, rows, outs);
+      const int r = at.row - blockIdx.x * ROWS;
+      if (r >= ROWS) break;  // the whole warp
+      float sum = sums[0][at.o][r];
 #pragma unroll
-      for (int other = 1; other < SLICES; other++) sum += sums[other][o][r];
-      const int output = (GATED ? group : group * M + m) * 16 + o;
-      if (GATED && m == 0) gates[j] = sum;
-      if (to >= rows || output >= outs) continue;
-      const long long at = (static_cast<long long>(blockIdx.z) * rows + to) * stride + column + output;
-      if (!GATED) static_cast<float*>(out)[at] = sum;
-      else if (m) store_gated(out, at, gates[j], sum);
+      for (int other = 1; other < SLICES; other++) sum += sums[other][at.o][r];
+#if GROUPS
+      sum = __fmul_rn(sum, scales[r]);
+#endif
+#if AFTER == ADDED
+      const float value = __fadd_rn(before[m][j], BIASED ? __fadd_rn(sum, biases[m][j]) : sum);
+      const float squared = of_sixteen(__fmul_rn(value, value));
+      const long long place = static_cast<long long>(at.row) * outs + at.output;
+      if (at.valid) stream[place] = value, next[place] = rounded(__fmul_rn(value, gains[m][j]));
+      if (at.valid && at.o == 0) of_stream[place / 16] = squared;
+#elif AFTER == ROTATED
+      if (BIASED) sum = __fadd_rn(sum, biases[m][j]);
+      if (m == 0) former[j] = sum;
+      if (m == 0 || !at.valid) continue;
+      const bool turns = head < HEADS + KV_HEADS;
+      const float c = cosine[j], s = sine[j], one = former[j];
+      const float turned = __fadd_rn(__fmul_rn(one, c), __fmul_rn(-sum, s));
+      const float second = __fadd_rn(__fmul_rn(sum, c), __fmul_rn(one, s));
+      target[j][0] = rounded(turns ? turned : one), target[j][DIM / 2] = rounded(turns ? second : sum);
+#else
+      if (GATED && m == 0) former[j] = sum;
+      if (!at.valid) continue;
+      const long long place = (static_cast<long long>(blockIdx.z) * rows + at.row) * stride + column + at.output;
+      if (!GATED) static_cast<float*>(out)[place] = sum;
+      else if (m) store_gated(out, place, former[j], sum);
+#endif
     }
   }
 }

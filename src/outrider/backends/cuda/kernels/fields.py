@@ -162,6 +162,36 @@ def division(tiles: int, steps: int, processors: int, parts: int | None = None) 
 
 
 @dataclass(frozen=True)
+class Heads:
+    """The shape of a layer's attention."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class After:
+    """What `fields_few` does with a sum. The norm of what it reads is applied here, if it has `groups` of sixteen."""
+
+    adds: bool = False  # to the residual stream
+    rotates: Heads | None = None  # q, k and v
+    groups: int = 0
+    biased: bool = False
+
+    @property
+    def options(self) -> dict[str, int]:
+        values = {"AFTER": 1 if self.adds else 2 if self.rotates else 0, "GROUPS": self.groups}
+        values["BIASED"] = int(self.biased)
+        if self.rotates:
+            values |= {"HEADS": self.rotates.heads, "KV_HEADS": self.rotates.kv_heads, "DIM": self.rotates.dim}
+        return values
+
+
+PLAIN = After()
+
+
+@dataclass(frozen=True)
 class Variant:
     """What a kernel is compiled for."""
 
@@ -173,6 +203,7 @@ class Variant:
     gated: bool = False
     gelu: bool = False
     warps: int = 0  # of `fields_many`; 0: `fields_few`
+    after: After = PLAIN
 
     @property
     def name(self) -> str:
@@ -185,7 +216,7 @@ class Variant:
             "WHOLE": int(self.whole), "GATED": int(self.gated), "GELU": int(self.gelu),
             "BLOCKS": PROGRAMS[self.rows], "AHEAD": 0 if self.warps else AHEAD,
         }  # fmt: skip
-        values |= {"WARPS": self.warps} if self.warps else {}
+        values |= self.after.options | ({"WARPS": self.warps} if self.warps else {})
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
     @property
@@ -194,11 +225,11 @@ class Variant:
         return 2 * self.rows * PITCH if self.warps else 0
 
 
-def variant_for(w: Tiled, rows: int, shape: Division, gated: bool, activation: str) -> Variant:
+def variant_for(w: Tiled, rows: int, shape: Division, gated: bool, activation: str, after: After = PLAIN) -> Variant:
     """The kernel for so many rows. All of them give a row the same bits."""
     few = next((n for n in FEW if n >= rows), None)
     whole, gelu = w.words.shape[1] * BLOCK % STEP == 0, gated and activation == GELU
-    return Variant(w.kind, w.each, few or MANY, shape.slices, whole, gated, gelu, warps=0 if few else WARPS)
+    return Variant(w.kind, w.each, few or MANY, shape.slices, whole, gated, gelu, 0 if few else WARPS, after)
 
 
 @cache
@@ -221,7 +252,54 @@ def product(
     launch(variant_for(w, x.shape[0], shape, gated, activation), x, w, out, column)
 
 
-def launch(variant: Variant, x: Tensor, w: Tiled, out: Tensor, column: int) -> None:
+@dataclass(frozen=True)
+class Normed:
+    """Rows of the stream times a norm's gain; their sums are multiplied by 1 / rms."""
+
+    h: Tensor  # [T, H]
+    squares: Tensor  # [T, H / 16]: sums of the stream's squares
+    scale: Tensor | None  # [T] float32: 1 / rms; None where few rows' kernels compute it
+    eps: float
+
+
+def gated(x: Normed, w: Tiled, slices: int, activation: str) -> Tensor:
+    """activation(gate) * up [T, N / 2] in bfloat16; w has the outputs of the gate, then those of `up`."""
+    rows = x.h.shape[0]
+    out = torch.empty((1, rows, w.outputs // 2), dtype=x.h.dtype, device=x.h.device)
+    after = After(groups=x.squares.shape[1])
+    variant = variant_for(w, rows, Division(1, slices), True, activation, after)
+    launch(variant, x.h, w, out, 0, [x.scale if variant.warps and x.scale is not None else x.squares, x.eps])
+    return out[0]
+
+
+def added(x: Tensor, w: Tiled, slices: int, bias: Tensor | None, stream: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+    """stream [T, N] += x wᵀ + bias [N] float32 for few rows; returns stream * gain in x's type and its squares."""
+    rows, outs = stream.shape
+    out, squares = torch.empty((rows, outs), dtype=x.dtype, device=x.device), stream.new_empty(rows, outs // 16)
+    variant = variant_for(w, rows, Division(1, slices), False, SILU, After(adds=True, biased=bias is not None))
+    launch(variant, x, w, stream[None], 0, [stream if bias is None else bias, stream, gain, out, squares])
+    return out, squares
+
+
+def rotated(
+    x: Normed, w: Tiled, slices: int, bias: Tensor | None, ropes: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor],
+    planes: tuple[Tensor, Tensor], q: Tensor, column: int,
+) -> None:  # fmt: skip
+    """Heads of q, k and v from output `column` on, for few rows: q [T, heads, d]; k and v go to their slots.
+
+    ropes: cos and sin of every position [L, d/2]; places: positions and slots [T] int64; bias float32, of all heads.
+    """
+    rows, heads = q.shape[0], Heads(q.shape[1], *planes[0].shape[1:])
+    after = After(rotates=heads, groups=x.squares.shape[1], biased=bias is not None)
+    variant = variant_for(w, rows, Division(1, slices), False, SILU, after)
+    launch(variant, x.h, w, q.view(1, rows, -1), column,
+           [x.squares, x.eps, ropes[0] if bias is None else bias, *ropes, *places, q, *planes])  # fmt: skip
+
+
+def launch(
+    variant: Variant, x: Tensor, w: Tiled, out: Tensor, column: int, more: list[Tensor | int | float] | None = None
+) -> None:
+    """more: arguments of what comes after the sum."""
     rows, (parts, _, stride), tiles = x.shape[0], out.shape, w.words.shape[0]
     groups = -(-tiles // (2 * max(variant.warps, 1)))  # a warp has two tiles
     none, outs = w.words, w.outputs // (1 + variant.gated)
@@ -229,7 +307,7 @@ def launch(variant: Variant, x: Tensor, w: Tiled, out: Tensor, column: int) -> N
         (-(-rows // variant.rows), groups, parts), 32 * (variant.warps or variant.slices),
         [w.words, none if w.high is None else w.high, w.scales, none if w.factors is None else w.factors,
          x, out, rows, outs, tiles, w.words.shape[1], -(-w.steps // parts), stride, column,
-         processors(x.device) * PROGRAMS[variant.rows]],
+         processors(x.device) * PROGRAMS[variant.rows], *(more or [])],
         early="launch_pdl" in launch_options("product", rows),
     )  # fmt: skip
 
