@@ -2,14 +2,13 @@
 
     python bench/w4_gpu.py                                   # 7.04B and Qwen2.5-Coder-1.5B shapes, random weights
     python bench/w4_gpu.py --qwen qwen2.5-coder-1.5b-q4_k_m.gguf
-    python bench/w4_gpu.py --sections products,passes --variants 2-0,2-1,3-1 --counts 1,16
+    python bench/w4_gpu.py --sections passes --variants separate,fused --pass-rows 1,4,16
 
 1. `kernels`: every kind of weight, 1 to 130 rows: the error against float64, and whether a row has the same bits alone
    and among others. `fields` are CUDA kernels, `packed` triton's.
 2. `products`: µs for each shape of the two models by rows, beside bfloat16's; weights come from memory.
 3. `passes`: a captured pass of 1, 4, 16 and 64 rows, the checkpoint's own bits against bfloat16.
-A variant of the CUDA kernels is how many programs for one to eight rows share a processor, and how many steps of
-weights are requested ahead. The last line is one JSON object.
+The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -206,14 +205,6 @@ def seconds(work: Callable[[], Any], repeats: int = 9) -> float:
     return median(taken[1:])
 
 
-def use(variant: str, model: Any = None) -> None:
-    """Such as 2-1 or 2-1-fused: programs, steps ahead, and whether a model's layers are fused."""
-    programs, ahead, *form = variant.split("-")
-    fields.PROGRAMS, fields.AHEAD = fields.PROGRAMS | {8: int(programs)}, int(ahead)
-    if model is not None:
-        model.fused = layers.PackedLayers(model) if form else None
-
-
 def products(options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds by shape and rows, and bfloat16's."""
     found: dict[str, Any] = {}
@@ -226,15 +217,13 @@ def products(options: argparse.Namespace) -> dict[str, Any]:
         rows = {n: torch.randn(n, shape.inputs, device=DEVICE).bfloat16() for n in options.counts}
         floats = _bf16(shape, rows)
         found[shape.name] = {"kind": shape.kind, "bytes": size, "bf16_us": {n: 1e6 * s for n, s in floats.items()}}
-        for variant in options.variants:
-            use(variant)
-            fields.prepare(made[0].variants(SILU if shape.gated else None), torch.device(DEVICE, 0))
-            own = {n: seconds(partial(_each, made, x, shape.gated), 5) / len(made) for n, x in rows.items()}
-            found[shape.name][variant] = {n: 1e6 * s for n, s in own.items()}
-            shown = " ".join(f"{1e6 * s:7.1f}" for s in own.values())
-            ratios = " ".join(f"{floats[n] / s:.2f} ×" for n, s in own.items())
-            print(f"{shape.name:13} {variant} {shape.kind:5} {size / 1e6:6.1f} MB {shown}   "
-                  f"{size / own[options.counts[0]] / 1e12:.2f} TB/s   {ratios}", flush=True)  # fmt: skip
+        fields.prepare(made[0].variants(SILU if shape.gated else None), torch.device(DEVICE, 0))
+        own = {n: seconds(partial(_each, made, x, shape.gated), 5) / len(made) for n, x in rows.items()}
+        found[shape.name]["us"] = {n: 1e6 * s for n, s in own.items()}
+        shown = " ".join(f"{1e6 * s:7.1f}" for s in own.values())
+        ratios = " ".join(f"{floats[n] / s:.2f} ×" for n, s in own.items())
+        print(f"{shape.name:13} {type(made[0].weights[0]).__name__:6} {shape.kind:5} {size / 1e6:6.1f} MB {shown}   "
+              f"{size / own[options.counts[0]] / 1e12:.2f} TB/s   {ratios}", flush=True)  # fmt: skip
         del made
         gc.collect()
         torch.cuda.empty_cache()
@@ -289,11 +278,12 @@ def pass_seconds(model: Any, rows: tuple[int, ...] = (1, 4, 16, 64), repeats: in
     return found
 
 
-def bits(name: str, model: Any) -> dict[str, Any]:
+def bits(model: Any) -> dict[str, Any]:
     """Whether small and wide passes of fused layers have the same bits, and how far separate layers' logits are."""
     scene = gpu_layers.Scene.__new__(gpu_layers.Scene)
     scene.prepare(model, 512)
     found: dict[str, Any] = {"agrees": model.fused.agrees()} | gpu_layers.pass_bits(scene)
+    found |= gpu_layers.replay_bits(scene)
     wide = model.forward(scene.rows(0, 60), scene.plane).logits.double()
     fused, model.fused = model.fused, None
     separate = model.forward(scene.rows(0, 60), scene.plane).logits.double()
@@ -311,37 +301,43 @@ def _floats(config: ModelConfig) -> Transformer:
 
 def passes(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, config in MODELS.items():
-        if name not in options.models:
-            continue
+    for name in options.models:
+        config = MODELS[name]
         low, own = low_bits(name, config)
         if name == "qwen" and options.qwen:
             from outrider.models.checkpoint import open_checkpoint
 
             checkpoint = open_checkpoint(options.qwen)
             config, low = checkpoint.config, checkpoint.weights
-        timed: dict[str, dict[int, float]] = {}
-        for form in ("bf16", own):
-            model: Any = _floats(config) if form == "bf16" else PackedTransformer(config, low, own, DEVICE, 512)
-            for variant in options.variants[: 1 if form == "bf16" else None]:
-                at = form if form == "bf16" else f"{form} {variant}"
-                try:
-                    use(variant, None if form == "bf16" else model)
-                    timed[at] = pass_seconds(model, options.pass_rows)
-                except Exception as error:  # one variant must not take the others with it
-                    print(f"{name} {at}: {error}"[:600], flush=True)
-                    continue
-                ratios = " ".join(f"{n}: {timed['bf16'][n] / s:.2f} ×" for n, s in timed[at].items())
-                shown = " ".join(f"{n}: {1e3 * s:.3f} ms" for n, s in timed[at].items())
-                print(f"{name:5} {at:14} {shown}   {ratios}", flush=True)
-            if form != "bf16" and model.fused is not None:
-                timed["bits"] = bits(name, model)
-                print(f"{name:5} fused: {timed['bits']}", flush=True)
-            del model
-            gc.collect()
-            torch.cuda.empty_cache()
+        model: Any = _floats(config)
+        timed: dict[str, Any] = {"bf16": pass_seconds(model, options.pass_rows)}
+        _show(name, "bf16", timed)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        model = PackedTransformer(config, low, own, DEVICE, 512)
+        for variant in options.variants:
+            try:
+                model.fused = layers.PackedLayers(model) if variant == "fused" else None
+                timed[f"{own} {variant}"] = pass_seconds(model, options.pass_rows)
+            except Exception as error:  # one variant must not take the others with it
+                print(f"{name} {variant}: {error}"[:600], flush=True)
+                continue
+            _show(name, f"{own} {variant}", timed)
+        if model.fused is not None:
+            timed["bits"] = bits(model)
+            print(f"{name:5} bits that differ: {timed['bits']}", flush=True)
         found[name] = timed
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
     return found
+
+
+def _show(name: str, form: str, timed: dict[str, Any]) -> None:
+    shown = " ".join(f"{n}: {1e3 * s:.3f} ms" for n, s in timed[form].items())
+    ratios = " ".join(f"{n}: {timed['bf16'][n] / s:.2f} ×" for n, s in timed[form].items())
+    print(f"{name:5} {form:14} {shown}   {ratios}", flush=True)
 
 
 def main() -> None:
@@ -350,7 +346,7 @@ def main() -> None:
     split = lambda text: tuple(part for part in text.split(",") if part)  # noqa: E731
     whole = lambda text: tuple(int(part) for part in split(text))  # noqa: E731
     parser.add_argument("--sections", type=split, default=("kernels", "products", "passes"))
-    parser.add_argument("--variants", type=split, default=(f"{fields.PROGRAMS[8]}-{fields.AHEAD}",))
+    parser.add_argument("--variants", type=split, default=("separate", "fused"), help="of the layers")
     parser.add_argument("--kinds", type=split, default=(*BLOCKS, *GROUPED), help="of the kernels")
     parser.add_argument("--models", type=split, default=tuple(MODELS), help="of the passes")
     parser.add_argument("--counts", type=whole, default=COUNTS, help="rows of products")

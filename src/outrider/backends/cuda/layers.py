@@ -27,7 +27,7 @@ from .kernels.matmul import Parts, Product, Tiling, processors, product
 from .kernels.packed import PackedProduct
 
 MOST_WEIGHTS = 1 << 25  # of the gate, as measured on an H200: 1536 × 8960 is faster so, 4608 × 13824 is not
-PACKED = False  # whether weights of four to six bits have fused layers
+PACKED = True  # whether weights of four to six bits have fused layers
 SUMMED_ROWS = 128  # from here on the programs of a product add up its parts, which then fill the card anyway
 
 
@@ -112,7 +112,7 @@ class FusedLayers:
 
     def _divide(self) -> None:
         """Decide how the products' sums are divided."""
-        self._slices = {
+        self._slices: dict[str, Any] = {
             name: fused.slices(weight.out_features, weight.in_features)
             for name, weight in ((name, getattr(self.layers[0], name)) for name in ("qkv", "out", "down"))
         }
@@ -177,30 +177,23 @@ class PackedLayers(FusedLayers):
     packs = False
 
     def _divide(self) -> None:
-        self._of_weight: dict[int, int] = {}
-        variants = set[fields.Variant]()
         c, groups = self.config, self.config.hidden_size // fused.GROUP
-        rotates = fields.After(False, fields.Heads(c.heads, c.kv_heads, c.head_dim), groups)
-        for layer in self.layers:
-            after = {
-                "qkv": replace(rotates, biased=layer.qkv.bias is not None),
-                "out": fields.After(True, biased=layer.out.bias is not None),
-                "gate_up": fields.After(groups=groups),
-                "down": fields.After(True, biased=layer.down.bias is not None),
-            }
-            for name, each in after.items():
-                for w in getattr(layer, name).weights:
-                    shape = fields.division(w.words.shape[0], w.steps, processors(w.words.device), 1)
-                    self._of_weight[id(w)] = shape.slices
-                    gated = name == "gate_up"
-                    for rows in (*fields.FEW, *([fields.MANY] if gated else [])):
-                        variants.add(fields.variant_for(w, rows, shape, gated, c.activation, each))
-        self._biases = [None if layer.qkv.bias is None else layer.qkv.bias.float() for layer in self.layers]
+        self._slices, variants = {}, set[fields.Variant]()
+        for name in ("qkv", "out", "gate_up", "down"):
+            products = [getattr(layer, name) for layer in self.layers]
+            tiles, steps = sum(w.words.shape[0] for w in products[0].weights), products[0].weights[0].steps
+            slices = self._slices[name] = fields.whole(
+                tiles, steps, processors(self.embedding.device), name == "gate_up"
+            )
+            rotates = fields.Heads(c.heads, c.kv_heads, c.head_dim) if name == "qkv" else None
+            after = fields.After(name in ("out", "down"), rotates, groups if name in ("qkv", "gate_up") else 0)
+            for product_ in products:
+                own = replace(after, biased=product_.bias is not None)
+                for w in product_.weights:
+                    variants |= fields.variants_of(w, slices, own, c.activation if name == "gate_up" else None)
+        of_layers = [{name: getattr(layer, name).bias for name in ("qkv", "out", "down")} for layer in self.layers]
+        self._biases = [{name: b if b is None else b.float() for name, b in each.items()} for each in of_layers]
         fields.prepare(variants, self.embedding.device)
-
-    def slices(self, w: Tiled) -> int:
-        """Of the whole sum over a weight's inputs."""
-        return self._of_weight[id(w)]
 
     def _blocks(self, small: bool, x: Tensor, rows: Any, plane: Any) -> Any:
         return (_SmallPacked if small else _WidePacked)(self, x, rows, plane)
@@ -220,8 +213,7 @@ class _SmallBlocks:
         mixed = attention.attend(
             q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks, packs=True
         )
-        later = layer.gate_up.weight, self.of._slices["gate_up"]
-        return self._added(mixed, layer.out, self.of._slices["out"], gain, later)
+        return self._added(mixed, layer.out, self.of._slices["out"], gain)
 
     def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer = self.of.config, self.of.layers[i]
@@ -230,8 +222,8 @@ class _SmallBlocks:
         )
         return self._added(middle, layer.down, self.of._slices["down"], gain)
 
-    def _added(self, x: Tensor, by: Product, slices: fused.Slices, gain: Tensor | None, later: Any = None) -> Entering:
-        return Entering(*fused.added(x, by.weight, by.bias, slices, self.x, gain, later), None)
+    def _added(self, x: Tensor, by: Product, slices: fused.Slices, gain: Tensor | None) -> Entering:
+        return Entering(*fused.added(x, by.weight, by.bias, slices, self.x, gain), None)
 
 
 class _WideBlocks:
@@ -277,29 +269,27 @@ class _SmallPacked:
     def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer, kv, rows = self.of.config, self.of.layers[i], (self.plane.k[i], self.plane.v[i]), self.rows
         q = torch.empty((rows.count, c.heads, c.head_dim), dtype=entering.h.dtype, device=entering.h.device)
-        column, places = 0, (rows.positions, rows.slots)
+        column, places, bias = 0, (rows.positions, rows.slots), self.of._biases[i]["qkv"]
         for w in layer.qkv.weights:
-            fields.rotated(
-                self._normed(entering), w, self.of.slices(w), self.of._biases[i], self.of.ropes[layer.local], places,
-                kv, q, column,
-            )  # fmt: skip
+            slices, ropes = self.of._slices["qkv"], self.of.ropes[layer.local]
+            fields.rotated(self._normed(entering), w, slices, bias, ropes, places, kv, q, column)
             column += w.outputs
         mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks)
-        return self._added(mixed, layer.out, gain)
+        return self._added(mixed, i, "out", gain)
 
     def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer = self.of.config, self.of.layers[i]
         w = layer.gate_up.weights[0]
-        middle = fields.gated(self._normed(entering), w, self.of.slices(w), c.activation)
-        return self._added(middle, layer.down, gain)
+        middle = fields.gated(self._normed(entering), w, self.of._slices["gate_up"], c.activation)
+        return self._added(middle, i, "down", gain)
 
     def _normed(self, entering: Entering) -> fields.Normed:
         return fields.Normed(entering.h, entering.squares, entering.scale, self.of.config.norm_eps)
 
-    def _added(self, x: Tensor, by: Any, gain: Tensor | None) -> Entering:
-        w, bias = by.weights[0], None if by.bias is None else by.bias.float()
+    def _added(self, x: Tensor, i: int, name: str, gain: Tensor | None) -> Entering:
+        w, bias = getattr(self.of.layers[i], name).weights[0], self.of._biases[i][name]
         gain = self.of.layers[0].attention_norm if gain is None else gain  # after the last block it is not read
-        return Entering(*fields.added(x, w, self.of.slices(w), bias, self.x, gain), None)
+        return Entering(*fields.added(x, w, self.of._slices[name], bias, self.x, gain), None)
 
 
 class _WidePacked(_WideBlocks):
@@ -307,24 +297,16 @@ class _WidePacked(_WideBlocks):
 
     def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer, kv, rows = self.of.config, self.of.layers[i], (self.plane.k[i], self.plane.v[i]), self.rows
-        qkv = Parts(self._sums(entering.h, layer.qkv), layer.qkv.bias, entering.scale)
+        qkv = Parts(self._parts(entering.h, layer.qkv, "qkv"), layer.qkv.bias, entering.scale)
         cos, sin = self.ropes[layer.local]
         q = elementwise.rope_store(qkv, cos, sin, *kv, rows.slots, c.heads, c.kv_heads)
         mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks)
-        return self._added(mixed, layer.out, "", gain)
+        return self._added(mixed, layer.out, "out", gain)
 
     def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
         c, layer = self.of.config, self.of.layers[i]
         w, normed = layer.gate_up.weights[0], fields.Normed(entering.h, entering.squares, entering.scale, c.norm_eps)
-        return self._added(fields.gated(normed, w, self.of.slices(w), c.activation), layer.down, "", gain)
+        return self._added(fields.gated(normed, w, self.of._slices["gate_up"], c.activation), layer.down, "down", gain)
 
     def _parts(self, x: Tensor, by: Any, name: str) -> Tensor:
-        return self._sums(x, by)
-
-    def _sums(self, x: Tensor, by: Any) -> Tensor:
-        """x wᵀ [1, T, out] float32."""
-        out, column = torch.empty((1, x.shape[0], by.out_features), dtype=torch.float32, device=x.device), 0
-        for w in by.weights:
-            fields.product(x, w, out, self.of.slices(w), column)
-            column += w.outputs
-        return out
+        return fields.whole_sums(x, by.weights, self.of._slices[name], processors(x.device))

@@ -83,6 +83,12 @@ def available(device: torch.device) -> bool:
     return True
 
 
+def source(path: Path) -> str:
+    """A kernel's source, after the instructions that it uses."""
+    instructions = Path(__file__).parent / "kernels" / "instructions.cu"
+    return instructions.read_text(encoding="utf-8") + path.read_text(encoding="utf-8")
+
+
 def architecture(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 

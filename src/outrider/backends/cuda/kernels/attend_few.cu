@@ -10,9 +10,6 @@
 // DIM, HEADS, KV_HEADS and PACKED (tiles of eight packed rows of the result; 0: rows as they are) are given when this is
 // compiled. Sums, products and exponentials are written out one by one: the compiler may not fuse what triton does not.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-
 #define SPAN 128
 #define WARPS (DIM / 16)
 #define SPANS (16 / WARPS)
@@ -24,48 +21,12 @@ typedef unsigned short u16;
 #define WIDTH (DIM + 16)  // floats between two queries' sums, likewise
 #define EMPTY (-__int_as_float(0x7F800000))
 
-__device__ __forceinline__ void mma(float (&c)[4], uint2 even, uint2 odd, u32 low, u32 high) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(even.x), "r"(odd.x), "r"(even.y), "r"(odd.y), "r"(low), "r"(high));
-}
-
-__device__ __forceinline__ float power(float x) {  // of two
-  float out;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-}
-
-__device__ __forceinline__ float ratio(float a, float b) {
-  float out;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(out) : "f"(a), "f"(b));
-  return out;
-}
-
-__device__ __forceinline__ u32 halves(float low, float high) {
-  u32 out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
-
-__device__ __forceinline__ void meet(int span) {  // the warps of a span
-  asm volatile("bar.sync %0, %1;" ::"r"(span + 1), "r"(32 * WARPS) : "memory");
-}
-
-__device__ __forceinline__ void begin() {  // `launching.py` has the rule
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
 struct Merged {  // spans of one query, in EACH dimensions
   float high, weight, value[EACH];
 
   __device__ __forceinline__ void add(float other, float other_weight, const float (&more)[EACH]) {
     const float top = fmaxf(high, other), anchor = top == EMPTY ? 0.0f : top;
-    const float old = power(__fsub_rn(high, anchor)), fresh = power(__fsub_rn(other, anchor));
+    const float old = power_of_two(__fsub_rn(high, anchor)), fresh = power_of_two(__fsub_rn(other, anchor));
     high = top;
     weight = __fmaf_rn(other_weight, fresh, __fmul_rn(weight, old));
 #pragma unroll
@@ -147,14 +108,17 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   };
 
   const int initial = alone ? 0 : split;
+  if (rows <= 0 || split >= (alone ? 1 : groups)) {  // nothing to do, but the order of kernels is kept
+    begin();
+    return;
+  }
   find(initial);
   __syncthreads();
   clear();
   load(initial, 0, settled);
   begin();
-  if (rows <= 0 || split >= (alone ? 1 : groups)) return;
 
-  uint2 query[2][STEPS];  // of rows g and g + 8 of the tile
+  u32 query[STEPS][4];  // of rows g and g + 8 of the tile
   int keys[2];  // that they see
 #pragma unroll
   for (int h = 0; h < 2; h++) {
@@ -163,8 +127,10 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     keys[h] = valid ? min_keys + m / GROUP : 0;
     const u16* from = q + (static_cast<long long>(row) * HEADS + head * GROUP + m % GROUP) * DIM + 4 * t;
 #pragma unroll
-    for (int s = 0; s < STEPS; s++)
-      query[h][s] = valid ? __ldcg(reinterpret_cast<const uint2*>(from + 16 * s)) : make_uint2(0, 0);
+    for (int s = 0; s < STEPS; s++) {
+      const uint2 both = valid ? __ldcg(reinterpret_cast<const uint2*>(from + 16 * s)) : make_uint2(0, 0);
+      query[s][h] = both.x, query[s][2 + h] = both.y;
+    }
   }
   load(initial, settled > 0 ? settled : 0, max_keys);
 
@@ -186,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #pragma unroll
       for (int s = 0; s < STEPS; s++)
 #pragma unroll
-        for (int j = 0; j < KEYS / 8; j++) mma(c[j], query[0][s], query[1][s], k[j][s].x, k[j][s].y);
+        for (int j = 0; j < KEYS / 8; j++) mma(c[j], query[s], k[j][s].x, k[j][s].y);
 #pragma unroll
       for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
@@ -201,7 +167,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         high[h] = fmaxf(high[h], __shfl_xor_sync(0xFFFFFFFFu, high[h], 2));
         if (t == 0) highest[span][part][g + 8 * h] = high[h];
       }
-      meet(span);
+      meet(span + 1, 32 * WARPS);
       float less[2];
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -212,17 +178,19 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 #pragma unroll
         for (int j = 0; j < KEYS / 8; j++)
           weights[span][g + 8 * h][(part * KEYS + 8 * j) / 2 + t] =
-              halves(power(__fmaf_rn(c[j][2 * h], scale, less[h])), power(__fmaf_rn(c[j][2 * h + 1], scale, less[h])));
+              both_rounded(power_of_two(__fmaf_rn(c[j][2 * h], scale, less[h])),
+                           power_of_two(__fmaf_rn(c[j][2 * h + 1], scale, less[h])));
       }
-      meet(span);
+      meet(span + 1, 32 * WARPS);
       float total[2][4] = {}, weight[4] = {};
 #pragma unroll
       for (int s = 0; s < SPAN / 16; s++) {
         const uint2 even = *reinterpret_cast<const uint2*>(&weights[span][g][8 * s + 2 * t]);
         const uint2 odd = *reinterpret_cast<const uint2*>(&weights[span][g + 8][8 * s + 2 * t]);
-        mma(weight, even, odd, 0x3F803F80u, 0x3F803F80u);
-        mma(total[0], even, odd, __byte_perm(v[s][0], v[s][1], 0x5410), __byte_perm(v[s][2], v[s][3], 0x5410));
-        mma(total[1], even, odd, __byte_perm(v[s][0], v[s][1], 0x7632), __byte_perm(v[s][2], v[s][3], 0x7632));
+        const u32 all[4] = {even.x, odd.x, even.y, odd.y};
+        mma(weight, all, 0x3F803F80u, 0x3F803F80u);
+        mma(total[0], all, __byte_perm(v[s][0], v[s][1], 0x5410), __byte_perm(v[s][2], v[s][3], 0x5410));
+        mma(total[1], all, __byte_perm(v[s][0], v[s][1], 0x7632), __byte_perm(v[s][2], v[s][3], 0x7632));
       }
 #pragma unroll
       for (int h = 0; h < 2; h++) {
@@ -281,5 +249,6 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   u16* to = out + (PACKED ? packed_index(own_row, column) : static_cast<long long>(own_row) * HEADS * DIM + column);
 #pragma unroll
   for (int i = 0; i < EACH; i += 2)
-    *reinterpret_cast<u32*>(to + i) = halves(ratio(merged.value[i], merged.weight), ratio(merged.value[i + 1], merged.weight));
+    *reinterpret_cast<u32*>(to + i) =
+        both_rounded(ratio(merged.value[i], merged.weight), ratio(merged.value[i + 1], merged.weight));
 }

@@ -62,18 +62,29 @@ def suits(q: Tensor, shape: Heads, blocks: Any) -> bool:
 
 @cache
 def source() -> str:
-    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return nvrtc.source(Path(__file__).with_suffix(".cu"))
+
+
+def compiled(shape: Heads, tiles: int, device: torch.device) -> nvrtc.Kernel:
+    return nvrtc.kernel(source(), "attend", shape.options(tiles), device)
+
+
+def splits(shape: Heads, blocks: Any, device: torch.device) -> int:
+    """Programs that may share a context: as many as have a processor."""
+    programs: int = blocks.info.shape[0] * shape.kv_heads
+    groups: int = -(-blocks.scratch.spans // shape.spans)
+    return max(1, min(groups, processors(device) // programs))
 
 
 def attend(
-    q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Any, scale: float, window: int, out: Tensor, tiles: int
-) -> None:
-    """As `attention.attend` into `out`. scale: of scores to the base 2. tiles: of packed rows; 0: not packed."""
-    rows, shape = q.shape[0], Heads(q.shape[1], k_plane.shape[1], q.shape[2])
-    programs, scratch = blocks.info.shape[0] * shape.kv_heads, blocks.scratch
-    splits = max(1, min(-(-scratch.spans // shape.spans), processors(q.device) // programs))
-    nvrtc.kernel(source(), "attend", shape.options(tiles), q.device)(
-        (blocks.info.shape[0], shape.kv_heads, splits), THREADS,
+    q: Tensor, k_plane: Tensor, v_plane: Tensor, blocks: Any, scale: float, window: int, out: Tensor, tiles: int,
+    programs: int,
+) -> None:  # fmt: skip
+    """As `attention.attend` into `out`. scale: of scores to the base 2. tiles: of packed rows; 0: they are not packed.
+    programs: that may share a context (`splits`)."""
+    rows, shape, scratch = q.shape[0], Heads(q.shape[1], k_plane.shape[1], q.shape[2]), blocks.scratch
+    compiled(shape, tiles, q.device)(
+        (blocks.info.shape[0], shape.kv_heads, programs), THREADS,
         [q, k_plane, v_plane, out, blocks.table, blocks.info, blocks.tail, scratch.sums, scratch.stats,
          scratch.finished, float(scale), blocks.table.shape[1], blocks.tail.shape[1], scratch.spans, scratch.rows,
          window, rows],

@@ -36,8 +36,6 @@ SCRATCH_NUMBERS = 1 << 26  # the most floats of unmerged sums, whatever the cont
 PROGRAMS = 1024  # that one call is spread over; those without work end at once
 PROMPT_PROGRAMS = 8192  # the same beside a prompt, most of whose blocks are computed in tiles
 WARPS = 8
-ALONE = 4  # spans of a context that one program takes: handing sums over takes as long as two or three spans
-WIDEST_AHEAD = 64  # of heads whose next span's keys have registers, too
 SCRATCH_ROWS = 256  # of a pass; later ones keep every sum in registers
 
 
@@ -221,13 +219,9 @@ def _attend(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLITS: tl.constexpr, PRECISION: tl.constexpr, CAPPED: tl.constexpr,
     SINKS: tl.constexpr, WHOLE: tl.constexpr, BIASED: tl.constexpr, TILES: tl.constexpr, PDL: tl.constexpr,
-    PER_TILE: tl.constexpr, PER_BLOCK: tl.constexpr, ALONE: tl.constexpr, AHEAD: tl.constexpr,
+    PER_TILE: tl.constexpr, PER_BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block and key head; its spans in turn by SPLITS programs, or up to ALONE of them by one.
-
-    PER_TILE > 0: tiles are computed elsewhere. AHEAD: two spans of keys are in registers, so that the second one's
-    loads do not wait for the first one's sums.
-    """
+    """One block and key head; its spans in turn by SPLITS programs. PER_TILE > 0: tiles are computed elsewhere."""
     block, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     every, info = info, info + block * 8
     first, rows = tl.load(info, cache_modifier=".cg"), tl.load(info + 1, cache_modifier=".cg")
@@ -240,7 +234,7 @@ def _attend(
         min_keys = max_keys
     earliest = tl.maximum(min_keys - window, 0) // SPAN if window > 0 else 0  # before it no row sees a key
     end = tl.cdiv(max_keys, SPAN)
-    unsplit = (SPLITS == 1) | (end - earliest <= ALONE) | (first + rows > scratch_rows)
+    unsplit = (SPLITS == 1) | (end - earliest <= 1) | (first + rows > scratch_rows)
     stride = 1 if unsplit else SPLITS
     initial = (earliest + split) * SPAN  # the first key of this program
     slots_of_line = table + line.to(tl.int64) * length
@@ -250,12 +244,6 @@ def _attend(
     # Of a row's keys at most `pending` were written by this pass, and they are its last ones.
     settled = max_keys - pending
     k, v = _keys(k_plane, v_plane, slot, head, initial, 0, settled, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN)
-    second = initial + stride * SPAN
-    if AHEAD:
-        second_slot = _slots(slots_of_line, tail_of_block, base, second, max_keys, SPAN)
-        second_k, second_v = _keys(
-            k_plane, v_plane, second_slot, head, second, 0, settled, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN
-        )
     begin(PDL)
     if (rows == 0) | (split >= (1 if unsplit else end - earliest)):
         return
@@ -281,27 +269,16 @@ def _attend(
         weight += 1.0
     total = tl.zeros((QUERIES, DIM_PAD), tl.float32)
     k, v = _keys(k_plane, v_plane, slot, head, initial, settled, max_keys, k, v, KV_HEADS, DIM, DIM_PAD, SPAN)
-    if AHEAD:
-        second_k, second_v = _keys(
-            k_plane, v_plane, second_slot, head, second, settled, max_keys, second_k, second_v,
-            KV_HEADS, DIM, DIM_PAD, SPAN,
-        )  # fmt: skip
     for span in range(earliest + split, end, stride):
         new_high, new_weight, new_total = _span(
             query, k, v, span * SPAN, keys, bias_of_head, shift_of_row, scale, window, cap,
             SPAN, PRECISION, CAPPED, BIASED, False,
         )  # fmt: skip
-        following = (span + (2 if AHEAD else 1) * stride) * SPAN
-        if AHEAD:
-            k, v = second_k, second_v
+        following = (span + stride) * SPAN
         slot = _slots(slots_of_line, tail_of_block, base, following, max_keys, SPAN)
-        next_k, next_v = _keys(
+        k, v = _keys(
             k_plane, v_plane, slot, head, following, 0, max_keys, nothing, nothing, KV_HEADS, DIM, DIM_PAD, SPAN
         )
-        if AHEAD:
-            second_k, second_v = next_k, next_v
-        else:
-            k, v = next_k, next_v
         if unsplit:
             high, weight, total = _merge(high, weight, total, new_high, new_weight, new_total)
         else:
@@ -394,7 +371,8 @@ def attend(
     out = torch.empty((8 * packed if packs else rows, heads * dim), dtype=q.dtype, device=q.device)
     plain, shape = sinks is None and bias is None and not cap, attend_few.Heads(heads, k_plane.shape[1], dim)
     if plain and attend_few.suits(q, shape, blocks) and few_agree(shape, q.device):
-        attend_few.attend(q, k_plane, v_plane, blocks, scale * LOG2_E, window, out, packed)
+        programs = attend_few.splits(shape, blocks, q.device)
+        attend_few.attend(q, k_plane, v_plane, blocks, scale * LOG2_E, window, out, packed, programs)
     else:
         _launch(q, k_plane, v_plane, out, blocks, scale, window, cap, sinks, bias, packed)
     return out
@@ -434,8 +412,8 @@ def _launch(
         sinks_, lengths, added, shift, scale_, length, blocks.tail.shape[1], scratch.spans, scratch.rows, *limits,
         added.shape[1], rows,
         QUERIES=max(QUERIES, triton.next_power_of_2(heads // kv_heads)), SPLITS=splits,
-        WHOLE=blocks.lengths is not None, BIASED=bias is not None, TILES=packed, ALONE=ALONE,
-        AHEAD=width <= WIDEST_AHEAD, num_warps=WARPS, num_stages=1, **constants, **launch_options("attend", rows),
+        WHOLE=blocks.lengths is not None, BIASED=bias is not None, TILES=packed,
+        num_warps=WARPS, num_stages=1, **constants, **launch_options("attend", rows),
     )  # fmt: skip
 
 
@@ -467,7 +445,7 @@ def _compare(shape: attend_few.Heads, device: torch.device) -> bool:
         info = [[i * most, most, i, n, n + 1, 0, 0, 0] for i, n in enumerate(contexts)]
         blocks = Blocks(torch.tensor(info, dtype=torch.int32, device=device), tail, table, scratch)
         ours, other = (torch.empty(2 * most, shape.heads * shape.dim, dtype=q.dtype, device=device) for _ in range(2))
-        attend_few.attend(q, k, v, blocks, scale * LOG2_E, 0, ours, 0)
+        attend_few.attend(q, k, v, blocks, scale * LOG2_E, 0, ours, 0, attend_few.splits(shape, blocks, device))
         _launch(q, k, v, other, blocks, scale)
         alike = alike and torch.equal(ours, other)
     return alike

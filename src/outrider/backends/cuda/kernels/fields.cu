@@ -7,24 +7,20 @@
 // A sum over the inputs is divided by the weight's shape alone: into parts, a part into SLICES, and slice i takes every
 // SLICES-th step of 256 inputs. The slices' sums are added in their order. `fields_few` gives every slice to a warp of
 // its own, because one row needs many warps to keep the memory busy; in `fields_many` a warp takes all slices, one after
-// the other, and the warps of a program share the rows in shared memory. So a row has the same bits alone and among
-// many.
+// the other, and the warps of a program share the rows in shared memory; or, APART, a program has one slice, and whoever
+// reads the result adds them up. So a row has the same bits alone and among many.
 //
 // Weights come straight into the registers that feed the tensor cores: `fields.py` lays them out so. Of the 16 x 16
 // weights of one instruction, lane l holds outputs l / 4 and l / 4 + 8 and four inputs each: 4 (l % 4) + j of a run of 16
 // inputs (Q6_K), or 8 (l % 4) + 4 (k % 2) + j of one of 32, so that x is read in pieces of 16 bytes too.
 //
 // KIND, SCALES (of a step), NT (tiles of eight rows), SLICES, WARPS (of `fields_many`), GATED, GELU, WHOLE (all steps
-// have 256 inputs), BLOCKS (programs on a processor) and AHEAD (steps that `fields_few` requests before it loads them)
-// are given when this is compiled. A warp has two tiles of 16 outputs: neighbours, or a gate and its partner. Loading the
-// next step's weights before this one's are used was not faster: the registers are missed. The second-level cache takes
-// them without any.
-
+// have 256 inputs) and BLOCKS (programs on a processor) are given when this is compiled. A warp has two tiles of 16
+// outputs: neighbours, a gate and its partner, or the two halves of a head. Loading the next step's weights before this
+// one's are used was not faster, nor was requesting them into the second-level cache: other warps hide the wait.
+//
 // What comes after a sum, in `fields_few`: nothing, or (AFTER) the residual stream is added to, or q and k are rotated and
 // k and v stored. GROUPS: of sixteen numbers of the stream, whose squares give a row's norm; 0: rows are normed already.
-
-typedef unsigned int u32;
-typedef unsigned short u16;
 
 #ifndef AFTER
 #define AFTER 0
@@ -33,6 +29,9 @@ typedef unsigned short u16;
 #endif
 #define ADDED 1
 #define ROTATED 2
+#ifndef APART
+#define APART 0
+#endif
 
 enum { Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, INT4_HALF, INT4_BFLOAT };
 
@@ -47,31 +46,6 @@ enum { Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, INT4_HALF, INT4_BFLOAT };
 #define M 2
 #define ITEMS ((16 * ROWS + 32 * SLICES - 1) / (32 * SLICES))  // of a tile's results for each thread of `fields_few`
 #define PITCH 36  // pieces of 16 bytes between two rows in shared memory: lanes of two rows read different banks
-
-__device__ __forceinline__ void mma(float (&c)[4], const u32 (&a)[4], u32 low, u32 high) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(low), "r"(high));
-}
-
-__device__ __forceinline__ u32 select(u32 word, u32 mask, u32 bits) {  // (word & mask) | bits
-  u32 out;
-  asm("lop3.b32 %0, %1, %2, %3, 0xEA;" : "=r"(out) : "r"(word), "r"(mask), "r"(bits));
-  return out;
-}
-
-__device__ __forceinline__ u32 plus(u32 a, u32 b) {  // two bfloat16 each
-  u32 out;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(0x3F803F80u), "r"(b));
-  return out;
-}
-
-__device__ __forceinline__ float half_of(u32 word) {  // the low half
-  float out;
-  asm("{.reg .f16 h; .reg .b16 l, u; mov.b32 {l, u}, %1; mov.b16 h, l; cvt.f32.f16 %0, h;}" : "=f"(out) : "r"(word));
-  return out;
-}
 
 __device__ __forceinline__ float byte_of(u32 word, int i, float less) {  // byte i, without a conversion
   return __uint_as_float(__byte_perm(word, 0x4B000000u, 0x7540u | i)) - (8388608.0f + less);
@@ -161,22 +135,6 @@ struct Step {  // a warp's weights of 256 inputs
   }
 };
 
-__device__ __forceinline__ void to_cache(const void* line) {  // to the second level
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
-}
-
-// Requests a step that a warp reads later: half of its lanes one tile's lines of 128 bytes, the others the other's.
-__device__ __forceinline__ void request(const uint4* words, const u32* highs, const u32* scales, const u32* factors,
-                                        const int (&tile)[M], int blocks, int step, int lane) {
-  const int line = lane % 16, one = lane < 16 ? tile[0] : tile[1], steps = (blocks + 3) / 4;
-  const long long first = (static_cast<long long>(one) * blocks + step * 4) * 32;
-  const long long place = (static_cast<long long>(one) * steps + step) * 16;
-  if (WHOLE || step * 4 + line / 4 < blocks) to_cache(words + first + 8 * line);
-  if (EXTRA && line < 4 * EXTRA && (WHOLE || step * 4 + line / EXTRA < blocks)) to_cache(highs + first * EXTRA + 32 * line);
-  if (line < (WORDS + 1) / 2) to_cache(scales + place * WORDS + 32 * line);
-  if (NESTED && line == 8) to_cache(factors + place);
-}
-
 // 64 inputs of a row for four lanes each: `from` is a row's block, of 8 pieces of 16 bytes.
 __device__ __forceinline__ void inputs(uint4 (&in)[2], const uint4* from, bool there, int lane) {
   const uint4 none = make_uint4(0, 0, 0, 0);
@@ -190,14 +148,6 @@ __device__ __forceinline__ void inputs(uint4 (&in)[2], const uint4* from, bool t
     const uint2 r = there ? runs[8] : zero, s = there ? runs[12] : zero;
     in[0] = make_uint4(p.x, p.y, q.x, q.y), in[1] = make_uint4(r.x, r.y, s.x, s.y);
   }
-}
-
-// A kernel may start before the one before it has ended (`launching.py` has the rule): until here it reads weights alone.
-__device__ __forceinline__ void begin() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
 }
 
 // Adds the products of block b (64 inputs) to `total`; `part` and `plain` are the sums that await their scale.
@@ -250,12 +200,6 @@ __device__ __forceinline__ int tile_of(int group, int m, int tiles) {  // beyond
   return (tile < last ? tile : last) + (GATED && m ? pairs : 0);
 }
 
-__device__ __forceinline__ u16 rounded(float value) {
-  u16 bits;
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
-  return bits;
-}
-
 __device__ __forceinline__ void store_gated(void* out, long long at, float gate, float up) {
   const float steep = GELU ? 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate) : gate;
   static_cast<u16*>(out)[at] = rounded(gate / (1.0f + __expf(-steep)) * up);
@@ -269,27 +213,15 @@ __device__ __forceinline__ float of_sixteen(float value) {  // the sum over sixt
 }
 
 __device__ __forceinline__ float inverse_rms(float squares, int width, float eps) {
-  float mean, out;
-  asm("div.full.f32 %0, %1, %2;" : "=f"(mean) : "f"(squares), "f"(static_cast<float>(width)));
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(__fadd_rn(mean, eps)));
-  return out;
-}
-
-__device__ __forceinline__ void copy_16(void* shared, const void* from) {  // bytes, without waiting
-  const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
-}
-
-__device__ __forceinline__ void copies_done() {
-  asm volatile("cp.async.wait_all;" ::: "memory");
+  return inverse_root(__fadd_rn(ratio(squares, static_cast<float>(width)), eps));
 }
 
 // words [tiles, blocks, 32 lanes, 4]; scales [tiles, steps, 16, WORDS]; x [rows, 64 blocks]; out [parts, rows, stride];
-// outs: of out, from `column` on; split: steps of a part; wave: programs that run at a time.
+// outs: of out, from `column` on; split: steps of a part.
 #define ARGUMENTS                                                                                                   \
   const uint4 *__restrict__ words, const u32 *__restrict__ highs, const u32 *__restrict__ scales_,                  \
       const u32 *__restrict__ factors, const uint4 *__restrict__ x, void *__restrict__ out, int rows, int outs,     \
-      int tiles, int blocks, int split, int stride, int column, int wave MORE_GROUPS MORE_AFTER
+      int tiles, int blocks, int split, int stride, int column MORE_GROUPS MORE_AFTER
 
 // squares [rows, GROUPS]; `fields_many` gets 1 / rms [rows] instead. stream, next [rows, outs]; next = stream * gain;
 // of_stream [rows, outs / 16]: its squares. cosines, sines [positions, DIM / 2]; q [rows, HEADS, DIM].
@@ -311,37 +243,39 @@ __device__ __forceinline__ void copies_done() {
 #ifdef WARPS
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARGUMENTS) {
-  extern __shared__ uint4 shared[];  // [2, ROWS, PITCH]
+  SHARED_AT_LAUNCH(uint4, shared, 2 * ROWS * PITCH);  // two steps
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (blocks + 3) / 4;
   const int group = blockIdx.y * WARPS + warp, row = blockIdx.x * ROWS;
   const int tile[M] = {tile_of(group, 0, tiles), tile_of(group, 1, tiles)};
-  const int first = blockIdx.z * split, stop = first + split < steps ? first + split : steps;
+  const int first = APART ? 0 : blockIdx.z * split, stop = first + split < steps ? first + split : steps;
+  const int start = first + (APART ? blockIdx.z : 0);
   float total[M][NT][4] = {};
   auto fetch = [&](int step, int into) {  // the rows' inputs of a step
     for (int i = threadIdx.x; i < ROWS * 32; i += 32 * WARPS) {
-      const int r = i / 32, c = i % 32, there = row + r < rows && step * 32 + c < blocks * 8 ? 16 : 0;
+      const int r = i / 32, c = i % 32;
+      const bool there = row + r < rows && step * 32 + c < blocks * 8;
       const uint4* from = x + (static_cast<long long>(there ? row + r : 0) * blocks * 8 + (there ? step * 32 + c : 0));
-      const u32 to = static_cast<u32>(__cvta_generic_to_shared(shared + (into * ROWS + r) * PITCH + c));
-      asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there));
+      copy_16(shared + (into * ROWS + r) * PITCH + c, from, there);
     }
-    asm volatile("cp.async.commit_group;");
+    end_group();
   };
   auto after = [&](int step) {  // the next step in the order of slices; `stop` at the end
     const int next = step + SLICES, slice = (step - first) % SLICES;
-    return next < stop ? next : slice + 1 < SLICES && first + slice + 1 < stop ? first + slice + 1 : stop;
+    if (next < stop || APART) return next < stop ? next : stop;
+    return slice + 1 < SLICES && first + slice + 1 < stop ? first + slice + 1 : stop;
   };
   Step now;
-  now.load(words, highs, scales_, factors, tile, blocks, first, lane);
+  now.load(words, highs, scales_, factors, tile, blocks, start, lane);
   begin();
-  int step = first, into = 0;
+  int step = start, into = 0;
   fetch(step, into);
   float sum[M][NT][4] = {};
   while (step < stop) {
     const int next = after(step);
-    if (step != first) now.load(words, highs, scales_, factors, tile, blocks, step, lane);
+    if (step != start) now.load(words, highs, scales_, factors, tile, blocks, step, lane);
     if (next < stop) fetch(next, into ^ 1);
-    if (next < stop) asm volatile("cp.async.wait_group 1;");
-    else asm volatile("cp.async.wait_group 0;");
+    if (next < stop) await_groups<1>();
+    else await_groups<0>();
     __syncthreads();
     float part[M][NT][4], plain[NT][4];
 #pragma unroll
@@ -353,7 +287,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
       add_block(sum, part, plain, now, in, b);
     }
     if (next >= stop || (next - first) % SLICES != (step - first) % SLICES) {  // a slice ends
-      const bool initial = (step - first) % SLICES == 0;
+      const bool initial = APART || (step - first) % SLICES == 0;
 #pragma unroll
       for (int m = 0; m < M; m++)
 #pragma unroll
@@ -425,15 +359,6 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
   float total[M][NT][4] = {};
   Step now;
   if (first + slice < stop) now.load(words, highs, scales_, factors, tile, blocks, first + slice, lane);
-  for (int i = 1; i <= AHEAD; i++)
-    if (first + slice + i * SLICES < stop)
-      request(words, highs, scales_, factors, tile, blocks, first + slice + i * SLICES, lane);
-  const int later = blockIdx.z * gridDim.y + group + wave;  // the program that takes this one's place
-  if (AHEAD && later < static_cast<int>(gridDim.y * gridDim.z)) {
-    const int other = later % gridDim.y, from = later / gridDim.y * split, step = from + slice;
-    const int theirs[M] = {tile_of(other, 0, tiles), tile_of(other, 1, tiles)};
-    if (slice < split && step < steps) request(words, highs, scales_, factors, theirs, blocks, step, lane);
-  }
 #if AFTER
   float biases[M][ITEMS] = {};
 #pragma unroll
@@ -474,13 +399,10 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
   const int last = rows - blockIdx.x * ROWS < ROWS ? rows - blockIdx.x * ROWS : ROWS;
   for (int i = threadIdx.x; i < last * GROUPS / 4; i += 32 * SLICES)
     copy_16(staged + 4 * i, squares + static_cast<long long>(blockIdx.x) * ROWS * GROUPS + 4 * i);
+  end_group();
 #endif
   for (int step = first + slice; step < stop; step += SLICES) {
-    if (step != first + slice) {
-      now.load(words, highs, scales_, factors, tile, blocks, step, lane);
-      if (AHEAD && step + AHEAD * SLICES < stop)
-        request(words, highs, scales_, factors, tile, blocks, step + AHEAD * SLICES, lane);
-    }
+    if (step != first + slice) now.load(words, highs, scales_, factors, tile, blocks, step, lane);
     float part[M][NT][4], plain[NT][4];
 #pragma unroll
     for (int b = 0; b < 4; b++) {
@@ -494,7 +416,7 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
     }
   }
 #if GROUPS
-  copies_done();
+  await_groups<0>();
   __syncthreads();
   for (int r = 2 * slice + lane / 16; r < ROWS; r += 2 * SLICES) {  // sixteen lanes have a row
     float squared = 0.0f;

@@ -8,7 +8,7 @@ weights and rows; it does not know layers.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +19,6 @@ from torch import Tensor
 from ....models.config import GELU, SILU
 from .. import nvrtc
 from .launching import launch_options
-from .matmul import processors
 
 KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "int4", "int4b")  # in the order of the source's own
 EXTRA = {"Q5_K": 1, "Q6_K": 2}  # bits of a field beyond four
@@ -27,8 +26,8 @@ TILE, BLOCK, STEP = 16, 64, 256  # outputs of a tile; inputs of a block and of a
 SLICES = (8, 7, 6, 5, 4)  # of a part of a sum: as many as warps that keep the memory busy
 FEW, MANY = (8, 16), 32  # rows of a tile; of one whose warps share the rows
 WARPS = 4  # of a program that shares its rows
-PROGRAMS = {8: 2, 16: 2, 32: 1}  # on a processor, by the rows of a tile: the registers have room for them
-AHEAD = 1  # steps that a warp requests before it loads them; 0: not even those of the program that follows its own
+MOST_SLICES = 12  # of a weight that has programs for half of the processors at most
+THREE = 6  # the most warps of which three programs fit
 PITCH = 36 * 16  # bytes between two rows in shared memory
 
 
@@ -161,6 +160,14 @@ def division(tiles: int, steps: int, processors: int, parts: int | None = None) 
     return min(shapes, key=lambda shape: (taken(shape), shape.parts, -shape.slices))
 
 
+def whole(tiles: int, steps: int, processors: int, gated: bool = False) -> int:
+    """Slices of a sum that is one part. Warps wait for as few steps as possible, where there are not many programs."""
+    if gated:
+        return division(tiles, steps, processors, 1).slices
+    most = MOST_SLICES if tiles <= processors else SLICES[0]
+    return min(range(1, min(most, steps) + 1), key=lambda slices: (-(-steps // slices), slices))
+
+
 @dataclass(frozen=True)
 class Heads:
     """The shape of a layer's attention."""
@@ -204,6 +211,7 @@ class Variant:
     gelu: bool = False
     warps: int = 0  # of `fields_many`; 0: `fields_few`
     after: After = PLAIN
+    apart: bool = False  # each slice has programs of its own, which write parts of the sum
 
     @property
     def name(self) -> str:
@@ -214,10 +222,18 @@ class Variant:
         values = {
             "KIND": KINDS.index(self.kind), "SCALES": self.each, "NT": self.rows // 8, "SLICES": self.slices,
             "WHOLE": int(self.whole), "GATED": int(self.gated), "GELU": int(self.gelu),
-            "BLOCKS": PROGRAMS[self.rows], "AHEAD": 0 if self.warps else AHEAD,
+            "BLOCKS": self.programs,
         }  # fmt: skip
         values |= self.after.options | ({"WARPS": self.warps} if self.warps else {})
+        values |= {"APART": 1} if self.apart else {}
         return tuple(f"-D{name}={value}" for name, value in values.items())
+
+    @property
+    def programs(self) -> int:
+        """On a processor: as many as have registers there without spilling them."""
+        if self.warps or self.slices > SLICES[0]:
+            return 1
+        return 3 if self.kind.startswith("int4") and self.rows == 8 and self.slices <= THREE else 2
 
     @property
     def shared(self) -> int:
@@ -232,9 +248,17 @@ def variant_for(w: Tiled, rows: int, shape: Division, gated: bool, activation: s
     return Variant(w.kind, w.each, few or MANY, shape.slices, whole, gated, gelu, 0 if few else WARPS, after)
 
 
+def variants_of(w: Tiled, slices: int, after: After, activation: str | None) -> set[Variant]:
+    """The kernels of fused layers for any number of rows. activation: of a gate, if the weight has one."""
+    shape, gated = Division(1, slices), activation is not None
+    few = {variant_for(w, rows, shape, gated, activation or SILU, after) for rows in FEW}
+    many = variant_for(w, MANY, shape, gated, activation or SILU, after if gated else PLAIN)
+    return few | {many, replace(many, apart=not gated)}
+
+
 @cache
 def source() -> str:
-    return Path(__file__).with_suffix(".cu").read_text(encoding="utf-8")
+    return nvrtc.source(Path(__file__).with_suffix(".cu"))
 
 
 def compiled(variant: Variant, device: torch.device) -> nvrtc.Kernel:
@@ -250,6 +274,27 @@ def product(
     """
     shape = Division(out.shape[0], slices)
     launch(variant_for(w, x.shape[0], shape, gated, activation), x, w, out, column)
+
+
+def groups_of(w: Tiled, warps: int) -> int:
+    """Programs side by side: a warp has two tiles."""
+    return -(-w.words.shape[0] // (2 * max(warps, 1)))
+
+
+def whole_sums(x: Tensor, weights: list[Tiled], slices: int, processors: int) -> Tensor:
+    """x wᵀ [S, T, N] float32 for weights side by side, each of whose sums is one part, divided into slices.
+
+    S is 1, or the number of slices where the processors would have too little to do without a program for each.
+    """
+    rows, groups = x.shape[0], sum(groups_of(w, WARPS) for w in weights)
+    apart = rows > FEW[-1] and -(-rows // MANY) * groups < processors
+    shape = (slices if apart else 1, rows, sum(w.outputs for w in weights))
+    out, column = torch.empty(shape, dtype=torch.float32, device=x.device), 0
+    for w in weights:
+        variant = variant_for(w, rows, Division(1, slices), False, SILU)
+        launch(replace(variant, apart=apart), x, w, out, column)
+        column += w.outputs
+    return out
 
 
 @dataclass(frozen=True)
@@ -300,14 +345,14 @@ def launch(
     variant: Variant, x: Tensor, w: Tiled, out: Tensor, column: int, more: list[Tensor | int | float] | None = None
 ) -> None:
     """more: arguments of what comes after the sum."""
-    rows, (parts, _, stride), tiles = x.shape[0], out.shape, w.words.shape[0]
-    groups = -(-tiles // (2 * max(variant.warps, 1)))  # a warp has two tiles
+    rows, (programs, _, stride), tiles = x.shape[0], out.shape, w.words.shape[0]
+    groups, parts = groups_of(w, variant.warps), 1 if variant.apart else programs
     none, outs = w.words, w.outputs // (1 + variant.gated)
     compiled(variant, x.device)(
-        (-(-rows // variant.rows), groups, parts), 32 * (variant.warps or variant.slices),
+        (-(-rows // variant.rows), groups, programs), 32 * (variant.warps or variant.slices),
         [w.words, none if w.high is None else w.high, w.scales, none if w.factors is None else w.factors,
          x, out, rows, outs, tiles, w.words.shape[1], -(-w.steps // parts), stride, column,
-         processors(x.device) * PROGRAMS[variant.rows], *(more or [])],
+         *(more or [])],
         early="launch_pdl" in launch_options("product", rows),
     )  # fmt: skip
 

@@ -28,16 +28,13 @@ from torch import Tensor
 
 from ....models.config import GELU, SILU
 from .launching import EMULATED, begin, launch_options
-from .matmul import STEP, prefetch
+from .matmul import STEP
 
 MOST_ROWS = 16
 DTYPE = torch.float16 if EMULATED else torch.bfloat16  # of weights and rows; triton's interpreter lacks bfloat16
 GROUP = 16  # outputs of one matrix instruction, and of one sum of squares
 DEPTH = 12  # matrix instructions whose weights a thread requests at once
 GATE_WARPS, GATE_DEPTH = 4, 8  # of gate and up, where each warp has sums of its own
-# Lines of 128 bytes of each row of gate and up that come to the second-level cache early: while attention runs, which
-# leaves the memory idle, at the request of the output product, and while that one runs.
-LATER, OWN = 4, 4
 SLICED_GATES = 2048  # the most outputs for which the warps of a program share a sum of gate and up
 
 
@@ -275,19 +272,10 @@ def _rotated(
     tl.store(target + HALF, second.to(q.dtype.element_ty), mask=both)
 
 
-@triton.jit
-def _request(w, thread, start, count, words, skipped, LINES: tl.constexpr, ROUNDS: tl.constexpr, THREADS: tl.constexpr):
-    """A program's share of `count` rows of another weight: LINES lines of each, after the first `skipped` words."""
-    for i in tl.static_range(ROUNDS):
-        line = start + i * THREADS + thread
-        row = tl.minimum(line // LINES, count - 1).to(tl.int64)
-        prefetch(w + row * words + skipped + line % LINES * 16)
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _added(
-    x, w, bias, stream, gain, out, squares, later, rows, outs, ins, split, later_rows, later_words, later_skipped,
-    BIASED: tl.constexpr, GAINED: tl.constexpr, LINES: tl.constexpr, ROUNDS: tl.constexpr,
+    x, w, bias, stream, gain, out, squares, rows, outs, ins, split,
+    BIASED: tl.constexpr, GAINED: tl.constexpr,
     LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
     DTYPE: tl.constexpr, EMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -305,9 +293,6 @@ def _added(
         factor = tl.load(gain + o)
     w += (group * 16 + g) * words + k // 4 + t
     weights = _weights(w, 8 * words, k, ins, DEPTH, EVEN, EMULATED)
-    if LINES > 0:
-        start = group * ROUNDS * 32 * WARPS
-        _request(later, thread, start, later_rows, later_words, later_skipped, LINES, ROUNDS, 32 * WARPS)
     begin(PDL)
     sums = _sums(weights, w, 8 * words, x, thread, rows, k, ins, LENGTH, DEPTH, EVEN, WARPS, TILES, DTYPE, EMULATED)
     total = _ordered(sums, WARPS)
@@ -346,7 +331,7 @@ def _gate(gate, up, scale, out, row, rows, outs, o, GELU: tl.constexpr, TILES: t
 @triton.jit(do_not_specialize=["rows"])
 def _activated(
     x, squares, w, out, rows, outs, ins, split, eps,
-    GELU: tl.constexpr, GROUPS: tl.constexpr, SLICED: tl.constexpr, SKIPPED: tl.constexpr, LINES: tl.constexpr,
+    GELU: tl.constexpr, GROUPS: tl.constexpr, SLICED: tl.constexpr,
     LENGTH: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, WARPS: tl.constexpr, TILES: tl.constexpr,
     DTYPE: tl.constexpr, EMULATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -361,10 +346,6 @@ def _activated(
     words = ins // 4
     w += tl.where(o < outs, o, 0) * words + k // 4 + t
     weights = _weights(w, outs * words, k, ins, DEPTH, EVEN, EMULATED)
-    for line in tl.static_range(0, LINES, 4):  # a lane asks for one line of each of its two rows
-        ahead = w + (SKIPPED + line * 16) + t * 15
-        prefetch(ahead)
-        prefetch(ahead + outs * words)
     begin(PDL)
     each = load_squares(squares, tl.arange(0, 16), rows, GROUPS)
     sums = _sums(weights, w, outs * words, x, thread, rows, k, ins, LENGTH, DEPTH, EVEN, WARPS, TILES, DTYPE, EMULATED)
@@ -471,32 +452,18 @@ def rotated(
     return q
 
 
-def lines_after(skipped: int, slices: Slices, ins: int, most: int) -> int:
-    """Lines of a row of gate and up that are worth requesting after the first `skipped` bytes: none if they are in
-    registers anyway."""
-    return 0 if EMULATED or slices.parts > 1 else max(min(most, (2 * ins - skipped) // 128), 0) // 4 * 4
-
-
 def added(
-    x: Tensor, w: Tensor, bias: Tensor | None, slices: Slices, stream: Tensor, gain: Tensor | None,
-    later: tuple[Tensor, Slices] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    x: Tensor, w: Tensor, bias: Tensor | None, slices: Slices, stream: Tensor, gain: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """stream [T, H] += x wᵀ + bias for packed rows x; returns stream * gain in x's type, packed, and its squares
-    [T, H / 16]. later: the weight of the next gate and up, some of which is requested."""
+    [T, H / 16]."""
     (rows, outs), ins = stream.shape, x.shape[1]
     out = packed(rows, outs, x)
     squares = torch.empty((rows, outs // GROUP), dtype=torch.float32, device=x.device)
-    other, lines, first = w, 0, 0
-    if later is not None:
-        other, first = later[0], 32 * later[1].depth
-        lines = lines_after(first, later[1], other.shape[1], LATER)
-    programs = outs // GROUP
-    rounds = triton.cdiv(other.shape[0] * lines, programs * 32 * slices.warps)
-    launch: Any = _added[(programs,)]
+    launch: Any = _added[(outs // GROUP,)]
     launch(
         _words(x), _words(w), x if bias is None else bias, stream, stream if gain is None else gain, out, squares,
-        _words(other), rows, outs, ins, slices.split, other.shape[0], other.shape[1] // 4, first // 8,
-        BIASED=bias is not None, GAINED=gain is not None, LINES=lines, ROUNDS=rounds,
+        rows, outs, ins, slices.split, BIASED=bias is not None, GAINED=gain is not None,
         EVEN=slices.even(ins), **_constants("added", slices, rows),
     )  # fmt: skip
     return out, squares
@@ -508,13 +475,11 @@ def activated(
     """activation(gate) * up [T, out] of rows x [T, H], both packed; w [2 out, H]: the gate's rows, then up's."""
     rows, ins, outs = squares.shape[0], x.shape[1], w.shape[0] // 2
     out = packed(rows, outs, x)
-    sliced, first = slices.parts > 1, 32 * slices.depth
-    first += 128 * lines_after(first, slices, ins, LATER)
+    sliced = slices.parts > 1
     launch: Any = _activated[(triton.cdiv(outs, 8 if sliced else 8 * slices.warps),)]
     launch(
         _words(x), squares, _words(w), out, rows, outs, ins, slices.split, eps,
         GELU=activation == GELU, GROUPS=squares.shape[1], SLICED=sliced, EVEN=slices.even(ins),
-        SKIPPED=first // 8, LINES=lines_after(first, slices, ins, OWN),
         **_constants("activated", slices, rows),
     )  # fmt: skip
     return out
