@@ -27,6 +27,7 @@ from .kernels.matmul import Parts, Product, Tiling, processors, product
 from .kernels.packed import PackedProduct
 
 MOST_WEIGHTS = 1 << 25  # of the gate, as measured on an H200: 1536 × 8960 is faster so, 4608 × 13824 is not
+MOST_HIDDEN = 8192  # inputs of a row whose squares fit into shared memory, for sixteen rows
 PACKED = True  # whether weights of four to six bits have fused layers
 SUMMED_ROWS = 128  # from here on the programs of a product add up its parts, which then fill the card anyway
 
@@ -63,7 +64,7 @@ def suits(model: Any) -> bool:
 def packed_suits(model: Any) -> bool:
     """The same with weights of four to six bits."""
     c = model.config
-    shaped = _shaped(model) and c.hidden_size % 64 == 0 and c.head_dim % 32 == 0
+    shaped = _shaped(model) and c.hidden_size % 64 == 0 and c.hidden_size <= MOST_HIDDEN and c.head_dim % 32 == 0
     return shaped and all(_suits_packed(layer, c.head_dim) for layer in model.layers)
 
 
