@@ -1,7 +1,7 @@
 """A pass over few rows on a GPU, kernel by kernel, for variants of its layers.
 
 Weights are random and shapes are those of the models named, so that nothing has to be on disk: a pass takes the same
-time for any weights. Every pass is one captured graph and ends with a greedy choice. `--check` compares bits: rows
+time for any weights. Every pass is one captured graph and ends with a greedy choice. `--check qwen` compares bits: rows
 alone, in small passes and in one wide pass.
 
     python bench/gpu_layers.py --models qwen --variants separate,fused,early --rows 1,16 --profile
@@ -49,7 +49,7 @@ MODELS = {
     "twin": config(4608, 13824, 30, 36, 12, 64, 49152, False),
 }
 BIASED = {"qwen"}
-# name -> settings: whether layers are fused, what starts early, constants of `fused`
+# name -> settings: whether layers are fused (None: by default), what starts early, constants of `fused`
 VARIANTS: dict[str, dict[str, Any]] = {
     "separate": {"fused": False, "early": frozenset()},
     "separate-early": {"fused": False},
@@ -61,6 +61,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "separate-ahead-16": {"fused": False, "AHEAD": 16},
     "fused": {"early": frozenset()},
     "early": {},
+    "default": {"fused": None},  # as the model would run
+    "default-attend-triton": {"fused": None, "FEW": False},
     **{
         f"early-but-{name}": {"early": EARLY - {name}}
         for name in ("activated", "added", "attend", "product", "rotated")
@@ -178,7 +180,9 @@ def use(scene: Scene, variant: dict[str, Any]) -> None:
     attend_few.USE.on = variant.get("FEW", True)
     LAUNCH.early = variant.get("early", EARLY)
     model = scene.model
-    model.fused = gpu_layers.FusedLayers(model) if variant.get("fused", True) and scene.fused else None
+    wanted = variant.get("fused", True)
+    wanted = scene.default is not None if wanted is None else wanted
+    model.fused = gpu_layers.FusedLayers(model) if wanted and scene.fused else None
     if model.fused is not None:
         model.fused.most_rows = variant.get("MOST_ROWS", 16)
 
@@ -325,7 +329,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.15, help="for each variant, number of rows and round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--profile", type=split, default=[], help="variants whose kernels are listed")
-    parser.add_argument("--check", action="store_true", help="compare bits")
+    parser.add_argument("--check", type=split, default=[], help="models whose bits are compared")
     parser.add_argument("--compile", action="store_true", help="only compile: several such processes run side by side")
     options = parser.parse_args()
     results: dict[str, Any] = {}
@@ -337,7 +341,7 @@ def main() -> None:
                 use(scene, VARIANTS[variant])
                 for rows in (1, 16):
                     scene.work(rows, options.context)()
-            if options.check:
+            if name in options.check:
                 use(scene, VARIANTS["early"])
                 pass_bits(scene)
             continue
@@ -345,7 +349,7 @@ def main() -> None:
             f"{name}: floor {floor_ms(scene):.3f} ms, fused layers by default: {scene.default is not None}", flush=True
         )
         found = results[name] = timings(scene, options)
-        if options.check:
+        if name in options.check:
             found["agrees"] = gpu_layers.FusedLayers(scene.model).agrees()
             c = scene.config
             shape = attend_few.Heads(c.heads, c.kv_heads, c.head_dim)

@@ -268,14 +268,18 @@ class Context:
         tails.append(torch.zeros(40, dtype=torch.int32))
         self.info, self.tails, self.spans = info, torch.stack(tails), length // 128
 
-    def attend(self, splits: int, window: int = 0, scratch_rows: int = 64) -> Tensor:
-        """splits: programs of a context."""
+    def attend(self, splits: int, window: int = 0, scratch_rows: int = 64, tiles: int = 0) -> Tensor:
+        """splits: programs of a context; tiles: of a packed result."""
         scratch = Scratch(scratch_rows, self.shape.heads, self.shape.dim, 1536, torch.device("cpu"))
         blocks = Blocks(torch.tensor(self.info).int(), self.tails, self.table, scratch)
-        out = torch.empty(self.q.shape[0], self.shape.heads * self.shape.dim).bfloat16()
+        rows, width = self.q.shape[0], self.shape.heads * self.shape.dim
+        out = torch.empty(8 * tiles or rows, width).bfloat16()
         scale = self.shape.dim**-0.5 * attention.LOG2_E
-        attend_few.attend(self.q, self.k, self.v, blocks, scale, window, out, 0, splits)
+        attend_few.attend(self.q, self.k, self.v, blocks, scale, window, out, tiles, splits)
         assert not scratch.finished.any()
+        if tiles:
+            parts = out.view(width // 32, tiles, 8, 4, 2, 4).permute(1, 2, 0, 4, 3, 5)
+            out = parts.reshape(8 * tiles, width)[:rows]
         return out.view_as(self.q)
 
     def exact(self, window: int = 0) -> Tensor:
@@ -297,7 +301,7 @@ def test_attention_of_a_few_rows(heads: int, kv_heads: int, dim: int, lengths: t
     context = Context(heads, kv_heads, dim, 3, lengths)
     alone = context.attend(1)
     assert error(alone, context.exact()) < 4e-3
-    assert torch.equal(context.attend(3), alone)
+    assert torch.equal(context.attend(3, tiles=1), alone)
     assert torch.equal(context.attend(3, scratch_rows=2), alone)  # no room for sums of the other rows
 
 
