@@ -45,6 +45,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
            const int* tail, float* sums, float* stats, int* finished, float scale, int length, int depth,
            int max_spans, int scratch_rows, int window, int pending) {
   __shared__ __align__(16) int slots[SPANS * SPAN];
+  __shared__ __align__(16) u16 queries[16][DIM + 16];
   __shared__ float highest[SPANS][WARPS][16];
   __shared__ __align__(16) u32 weights[SPANS][16][PITCH];
   __shared__ __align__(16) float totals[SPANS][16][WIDTH];
@@ -118,21 +119,19 @@ extern "C" __global__ void __launch_bounds__(512, 1)
   load(initial, 0, settled);
   begin();
 
-  u32 query[STEPS][4];  // of rows g and g + 8 of the tile
-  int keys[2];  // that they see
+  int keys[2];  // that rows g and g + 8 of the tile see
 #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int m = g + 8 * h, row = first + m / GROUP;
-    const bool valid = m / GROUP < rows;
-    keys[h] = valid ? min_keys + m / GROUP : 0;
-    const u16* from = q + (static_cast<long long>(row) * HEADS + head * GROUP + m % GROUP) * DIM + 4 * t;
-#pragma unroll
-    for (int s = 0; s < STEPS; s++) {
-      const uint2 both = valid ? __ldcg(reinterpret_cast<const uint2*>(from + 16 * s)) : make_uint2(0, 0);
-      query[s][h] = both.x, query[s][2 + h] = both.y;
-    }
+  for (int h = 0; h < 2; h++) keys[h] = (g + 8 * h) / GROUP < rows ? min_keys + (g + 8 * h) / GROUP : 0;
+  for (int i = threadIdx.x; i < 16 * DIM / 8; i += 512) {
+    const int m = i / (DIM / 8), d = i % (DIM / 8) * 8;
+    const long long index = static_cast<long long>(first + m / GROUP) * HEADS + head * GROUP + m % GROUP;
+    const bool there = m / GROUP < rows;
+    copy_16(queries[m] + d, there ? q + index * DIM + d : q, there);
   }
+  end_group();
   load(initial, settled > 0 ? settled : 0, max_keys);
+  await_groups<0>();
+  __syncthreads();
 
   const int own = warp, own_row = first + own / GROUP;  // the query whose spans this warp merges
   const long long own_index = static_cast<long long>(own_row) * HEADS + head * GROUP + own % GROUP;
@@ -150,9 +149,13 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     if (start < max_keys) {
       float c[KEYS / 8][4] = {}, high[2] = {EMPTY, EMPTY};
 #pragma unroll
-      for (int s = 0; s < STEPS; s++)
+      for (int s = 0; s < STEPS; s++) {
+        const uint2 even = *reinterpret_cast<const uint2*>(queries[g] + 16 * s + 4 * t);
+        const uint2 odd = *reinterpret_cast<const uint2*>(queries[g + 8] + 16 * s + 4 * t);
+        const u32 all[4] = {even.x, odd.x, even.y, odd.y};
 #pragma unroll
-        for (int j = 0; j < KEYS / 8; j++) mma(c[j], query[s], k[j][s].x, k[j][s].y);
+        for (int j = 0; j < KEYS / 8; j++) mma(c[j], all, k[j][s].x, k[j][s].y);
+      }
 #pragma unroll
       for (int j = 0; j < KEYS / 8; j++)
 #pragma unroll
