@@ -20,7 +20,7 @@ from ...engine.cache import Plane
 from ...models.config import GELU, SILU, ModelConfig
 from .. import Part
 from ..rows import Rows
-from .kernels import attention, elementwise, fields, fused
+from .kernels import attend_few, attention, elementwise, fields, fused
 from .kernels.fields import TILE, Tiled
 from .kernels.launching import can_start_early
 from .kernels.matmul import Parts, Product, Tiling, processors, product
@@ -186,7 +186,7 @@ class PackedLayers(FusedLayers):
             slices = self._slices[name] = fields.whole(
                 tiles, steps, processors(self.embedding.device), name == "gate_up"
             )
-            rotates = fields.Heads(c.heads, c.kv_heads, c.head_dim) if name == "qkv" else None
+            rotates = attend_few.Heads(c.heads, c.kv_heads, c.head_dim) if name == "qkv" else None
             after = fields.After(name in ("out", "down"), rotates, groups if name in ("qkv", "gate_up") else 0)
             for product_ in products:
                 own = replace(after, biased=product_.bias is not None)

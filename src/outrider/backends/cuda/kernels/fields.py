@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ....models.config import GELU, SILU
 from .. import nvrtc
+from .attend_few import Heads
 from .launching import launch_options
 
 KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "int4", "int4b")  # in the order of the source's own
@@ -169,15 +170,6 @@ def whole(tiles: int, steps: int, processors: int, gated: bool = False) -> int:
 
 
 @dataclass(frozen=True)
-class Heads:
-    """The shape of a layer's attention."""
-
-    heads: int
-    kv_heads: int
-    dim: int
-
-
-@dataclass(frozen=True)
 class After:
     """What `fields_few` does with a sum. The norm of what it reads is applied here, if it has `groups` of sixteen."""
 
@@ -233,7 +225,8 @@ class Variant:
         """On a processor: as many as have registers there without spilling them."""
         if self.warps or self.slices > SLICES[0]:
             return 1
-        return 3 if self.kind.startswith("int4") and self.rows == 8 and self.slices <= THREE else 2
+        small = self.kind.startswith("int4") and self.each <= 2 and self.rows == FEW[0] and self.slices <= THREE
+        return 3 if small else 2
 
     @property
     def shared(self) -> int:
