@@ -1,7 +1,7 @@
 """A pass over few rows on a GPU, kernel by kernel, for variants of its layers.
 
 Weights are random and shapes are those of the models named, so that nothing has to be on disk: a pass takes the same
-time for any weights. Every pass is one captured graph and ends with a greedy choice. `--check` compares bits: rows
+time for any weights. Every pass is one captured graph and ends with a greedy choice. `--check qwen` compares bits: rows
 alone, in small passes and in one wide pass.
 
     python bench/gpu_layers.py --models qwen --variants separate,fused,early --rows 1,16 --profile
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from outrider.backends.cuda import layers as gpu_layers
 from outrider.backends.cuda.graphs import SAMPLING
-from outrider.backends.cuda.kernels import attention, elementwise, fused, matmul, sampling
+from outrider.backends.cuda.kernels import attend_few, attention, elementwise, fused, matmul, sampling
 from outrider.backends.cuda.kernels.launching import EARLY, LAUNCH
 from outrider.backends.rows import Rows
 from outrider.backends.toy import RandomWeights
@@ -49,7 +49,7 @@ MODELS = {
     "twin": config(4608, 13824, 30, 36, 12, 64, 49152, False),
 }
 BIASED = {"qwen"}
-# name -> settings: whether layers are fused, what starts early, constants of `fused`
+# name -> settings: whether layers are fused (None: by default), what starts early, constants of `fused`
 VARIANTS: dict[str, dict[str, Any]] = {
     "separate": {"fused": False, "early": frozenset()},
     "separate-early": {"fused": False},
@@ -61,12 +61,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "separate-ahead-16": {"fused": False, "AHEAD": 16},
     "fused": {"early": frozenset()},
     "early": {},
+    "default": {"fused": None},  # as the model would run
+    "default-attend-triton": {"fused": None, "FEW": False},
     **{
         f"early-but-{name}": {"early": EARLY - {name}}
         for name in ("activated", "added", "attend", "product", "rotated")
     },
     "depth-8": {"DEPTH": 8},
-    "attend-4": {"ATTEND_WARPS": 4},
+    "attend-triton": {"FEW": False},
+    "separate-attend-triton": {"fused": False, "FEW": False},
     "small-8": {"MOST_ROWS": 8},
     "small-0": {"MOST_ROWS": 0},
     "gate-whole": {"SLICED_GATES": 0},
@@ -105,8 +108,11 @@ class Scene:
 
     def __init__(self, name: str, length: int) -> None:
         torch.manual_seed(1)
-        self.config, self.length = replace(MODELS[name], context_length=length), length
-        self.model = Transformer(self.config, DeviceWeights(self.config, name in BIASED), DTYPE, DEVICE)
+        config = replace(MODELS[name], context_length=length)
+        self.prepare(Transformer(config, DeviceWeights(config, name in BIASED), DTYPE, DEVICE), length)
+
+    def prepare(self, model: Transformer, length: int) -> None:
+        self.model, self.config, self.length = model, model.config, length
         self.default, self.fused = self.model.fused, gpu_layers.suits(self.model)
         device = self.model.device
         self.plane = Cache(length, 1, length, device).add_plane(*self.model.plane_shape)
@@ -171,10 +177,12 @@ def use(scene: Scene, variant: dict[str, Any]) -> None:
     for name, value in defaults.items():
         setattr(fused, name, variant.get(name, value))
     matmul.AHEAD = variant.get("AHEAD", 8)
-    attention.WARPS = variant.get("ATTEND_WARPS", 8)
+    attend_few.USE.on = variant.get("FEW", True)
     LAUNCH.early = variant.get("early", EARLY)
     model = scene.model
-    model.fused = gpu_layers.FusedLayers(model) if variant.get("fused", True) and scene.fused else None
+    wanted = variant.get("fused", True)
+    wanted = scene.default is not None if wanted is None else wanted
+    model.fused = gpu_layers.FusedLayers(model) if wanted and scene.fused else None
     if model.fused is not None:
         model.fused.most_rows = variant.get("MOST_ROWS", 16)
 
@@ -235,7 +243,8 @@ def pass_bits(scene: Scene, count: int = 60) -> dict[str, float]:
     wide = scene.model.forward(scene.rows(0, count), scene.plane).logits.clone()
     planes = [plane[:count].clone() for plane in (*scene.plane.k, *scene.plane.v)]
     found: dict[str, float] = {}
-    for sizes in ((1,), (3, 8), (16,), (9, 1, 17)):
+    for sizes in ((1,), (3, 8), (16,), (9, 1, 17), (60,)):
+        attend_few.USE.on = sizes != (60,)  # triton's attention in the last ones
         for plane in (*scene.plane.k, *scene.plane.v):
             plane.fill_(float("nan"))
         logits, start, turn = [], 0, 0
@@ -246,6 +255,24 @@ def pass_bits(scene: Scene, count: int = 60) -> dict[str, float]:
         again = [plane[:count] for plane in (*scene.plane.k, *scene.plane.v)]
         found[f"logits {sizes}"] = different(torch.cat(logits), wide)
         found[f"planes {sizes}"] = max(different(a, b) for a, b in zip(again, planes, strict=True))
+    attend_few.USE.on = True
+    return found
+
+
+def replay_bits(scene: Scene) -> dict[str, float]:
+    """Shares of logits of recorded passes, whose kernels start early, that differ from those of single launches."""
+    found = {}
+    for plane in (*scene.plane.k, *scene.plane.v):
+        plane.normal_()
+    for count in (1, 16):
+        rows = scene.rows(128, count)
+        single = scene.model.forward(rows, scene.plane).logits.clone()
+        graph = captured(lambda rows=rows: scene.model.forward(rows, scene.plane).logits)
+        found[f"replayed {count}"] = 0.0
+        for _ in range(20):
+            graph.replay()
+            torch.cuda.synchronize()
+            found[f"replayed {count}"] = max(found[f"replayed {count}"], different(graph.result, single))
     return found
 
 
@@ -302,7 +329,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.15, help="for each variant, number of rows and round")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--profile", type=split, default=[], help="variants whose kernels are listed")
-    parser.add_argument("--check", action="store_true", help="compare bits")
+    parser.add_argument("--check", type=split, default=[], help="models whose bits are compared")
     parser.add_argument("--compile", action="store_true", help="only compile: several such processes run side by side")
     options = parser.parse_args()
     results: dict[str, Any] = {}
@@ -314,15 +341,22 @@ def main() -> None:
                 use(scene, VARIANTS[variant])
                 for rows in (1, 16):
                     scene.work(rows, options.context)()
+            if name in options.check:
+                use(scene, VARIANTS["early"])
+                pass_bits(scene)
             continue
         print(
             f"{name}: floor {floor_ms(scene):.3f} ms, fused layers by default: {scene.default is not None}", flush=True
         )
         found = results[name] = timings(scene, options)
-        if options.check:
+        if name in options.check:
             found["agrees"] = gpu_layers.FusedLayers(scene.model).agrees()
+            c = scene.config
+            shape = attend_few.Heads(c.heads, c.kv_heads, c.head_dim)
+            found["attention agrees"] = attention.few_agree(shape, scene.model.device)
+            print(f"  layers agree: {found['agrees']}, attention agrees: {found['attention agrees']}", flush=True)
             use(scene, VARIANTS["early"])
-            found["bits"] = product_bits(name) | pass_bits(scene)
+            found["bits"] = product_bits(name) | pass_bits(scene) | replay_bits(scene)
             print("  bits that differ:", {k: f"{v:.2g}" for k, v in found["bits"].items()}, flush=True)
         print(f"  {time.perf_counter() - start:.1f} s", flush=True)
         del scene

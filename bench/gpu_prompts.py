@@ -44,7 +44,7 @@ SHAPES = {  # name -> outputs, inputs, gated
     "qwen qkv": (2048, 1536, False), "qwen out": (1536, 1536, False), "qwen gate_up": (17920, 1536, True),
     "qwen down": (1536, 8960, False),
 }  # fmt: skip
-ROWS = (64, 256, 2048, 8192)
+ROWS = (64, 256, 512, 2048, 8192)
 LENGTHS = (2048, 8192, 32768)
 IDS = itertools.count(1)
 HEADS = {"7b": (36, 12, 64), "qwen": (12, 2, 128)}  # query heads, key heads, dimension
@@ -367,15 +367,19 @@ def text(length: int) -> list[int]:
     return [token for _ in range(length // 12 + 1) for token in dice.choice(phrases)][:length]
 
 
-def prompt(report: dict[str, Any]) -> None:
-    """Seconds to the first token, ours and transformers'."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
+def own_prompt(report: dict[str, Any]) -> None:
+    """Seconds to the first token."""
     engine = engine_of(drafter="off", k=0)
     for length in LENGTHS:
         answer(engine, text(length), 1)  # records
         report[f"{length}"] = {"s": sorted(answer(engine, text(length), 1)[1] for _ in range(3))[1]}
-    del engine
+
+
+def prompt(report: dict[str, Any]) -> None:
+    """Seconds to the first token, ours and transformers'."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    own_prompt(report)
     with torch.device("cuda"):
         theirs = AutoModelForCausalLM.from_config(
             LlamaConfig(
@@ -484,8 +488,8 @@ def exact(report: dict[str, Any]) -> None:
 
 
 SECTIONS = {
-    "products": products, "attention": attentions, "prompt": prompt, "chunks": chunks, "kernels": kernels,
-    "beside": beside, "exact": exact, "sweep": sweep,
+    "products": products, "attention": attentions, "prompt": prompt, "own_prompt": own_prompt,
+    "chunks": chunks, "kernels": kernels, "beside": beside, "exact": exact, "sweep": sweep,
 }  # fmt: skip
 
 
@@ -493,6 +497,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--sections", default="products,attention,prompt,kernels,beside,exact")
     parser.add_argument("--compile", nargs=3)
+    parser.add_argument("--compiled", action="store_true", help="kernels have been compiled before, by --compile")
     options = parser.parse_args()
     Graphs.warm = Rounds.warm = lambda *given: None  # type: ignore[assignment,method-assign]
     if options.compile:
@@ -501,7 +506,7 @@ def main() -> None:
         return
     report: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
     sections = options.sections.split(",")
-    report["compile_s"] = compile_all("chosen") if sections != ["sweep"] else 0.0
+    report["compile_s"] = 0.0 if sections == ["sweep"] or options.compiled else compile_all("chosen")
     for section in sections:
         start = time.perf_counter()
         SECTIONS[section](report.setdefault(section, {}))

@@ -2,6 +2,7 @@
 
     python bench/w4_gpu.py                                   # 7.04B and Qwen2.5-Coder-1.5B shapes, random weights
     python bench/w4_gpu.py --qwen qwen2.5-coder-1.5b-q4_k_m.gguf
+    python bench/w4_gpu.py --sections passes --variants separate,fused --pass-rows 1,4,16
 
 1. `kernels`: every kind of weight, 1 to 130 rows: the error against float64, and whether a row has the same bits alone
    and among others. `fields` are CUDA kernels, `packed` triton's.
@@ -30,17 +31,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 from torch import Tensor
 
+import gpu_layers
 from outrider.backends import WHOLE
+from outrider.backends.cuda import layers
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs, PassShape, RecordedPass
-from outrider.backends.cuda.kernels import matmul
+from outrider.backends.cuda.kernels import fields, matmul
 from outrider.backends.cuda.kernels.fields import Tiled
 from outrider.backends.cuda.kernels.packed import PackedProduct
 from outrider.backends.cuda.packing import PackedTransformer, pack_blocks, pack_groups
 from outrider.backends.cuda.state import DEPTHS, DeviceState
 from outrider.backends.transformer import Transformer
 from outrider.engine.cache import Cache
-from outrider.models.config import ModelConfig
+from outrider.models.config import SILU, ModelConfig
 from outrider.models.precision import GGUF, INT4
 from outrider.models.quantised import Grouped
 from w4 import Random, RandomFile, Rounded, random_blocks
@@ -149,11 +152,11 @@ def _k_value(kind: str, b: Tensor, byte: Tensor, half: Callable[[int], Tensor], 
 # ---------------------------------------------------------------- kernels
 
 
-def kernels() -> dict[str, Any]:
+def kernels(options: argparse.Namespace) -> dict[str, Any]:
     """Errors against float64, and bits by the number of rows."""
     found: dict[str, Any] = {}
     print("kind   kernel  product  gated    bits of a row")
-    for kind in (*BLOCKS, *GROUPED):
+    for kind in options.kinds:
         w, values = exact_weight(kind, 192, 1792)
         x = torch.randn(max(ROWS), 1792, generator=dice(5), device=DEVICE).bfloat16()
         product, kernel = PackedProduct([w]), "fields" if isinstance(w, Tiled) else "packed"
@@ -202,24 +205,25 @@ def seconds(work: Callable[[], Any], repeats: int = 9) -> float:
     return median(taken[1:])
 
 
-def products() -> dict[str, Any]:
+def products(options: argparse.Namespace) -> dict[str, Any]:
     """Microseconds by shape and rows, and bfloat16's."""
     found: dict[str, Any] = {}
-    print(f"µs of a product by rows {COUNTS}, and × bfloat16; TB/s of its bytes at one row")
+    print(f"µs of a product by rows {options.counts}, and × bfloat16; TB/s of its bytes at the fewest rows")
     for shape in SHAPES:
         made = [PackedProduct([random_weight(shape)])]
         size = sum(tensor.nbytes for tensor in vars(made[0].weights[0]).values() if isinstance(tensor, Tensor))
         while len(made) * size < 240e6 and len(made) < 32:  # none stays in a cache until its next use
             made.append(PackedProduct([random_weight(shape)]))
-        rows = {n: torch.randn(n, shape.inputs, device=DEVICE).bfloat16() for n in COUNTS}
+        rows = {n: torch.randn(n, shape.inputs, device=DEVICE).bfloat16() for n in options.counts}
         floats = _bf16(shape, rows)
+        found[shape.name] = {"kind": shape.kind, "bytes": size, "bf16_us": {n: 1e6 * s for n, s in floats.items()}}
+        fields.prepare(made[0].variants(SILU if shape.gated else None), torch.device(DEVICE, 0))
         own = {n: seconds(partial(_each, made, x, shape.gated), 5) / len(made) for n, x in rows.items()}
-        found[shape.name] = {"kind": shape.kind, "bytes": size, "us": {n: 1e6 * s for n, s in own.items()}}
-        found[shape.name] |= {"bf16_us": {n: 1e6 * s for n, s in floats.items()}}
+        found[shape.name]["us"] = {n: 1e6 * s for n, s in own.items()}
         shown = " ".join(f"{1e6 * s:7.1f}" for s in own.values())
         ratios = " ".join(f"{floats[n] / s:.2f} ×" for n, s in own.items())
         print(f"{shape.name:13} {type(made[0].weights[0]).__name__:6} {shape.kind:5} {size / 1e6:6.1f} MB {shown}   "
-              f"{size / own[1] / 1e12:.2f} TB/s   {ratios}", flush=True)  # fmt: skip
+              f"{size / own[options.counts[0]] / 1e12:.2f} TB/s   {ratios}", flush=True)  # fmt: skip
         del made
         gc.collect()
         torch.cuda.empty_cache()
@@ -274,6 +278,19 @@ def pass_seconds(model: Any, rows: tuple[int, ...] = (1, 4, 16, 64), repeats: in
     return found
 
 
+def bits(model: Any) -> dict[str, Any]:
+    """Whether small and wide passes of fused layers have the same bits, and how far separate layers' logits are."""
+    scene = gpu_layers.Scene.__new__(gpu_layers.Scene)
+    scene.prepare(model, 512)
+    found: dict[str, Any] = {"agrees": model.fused.agrees()} | gpu_layers.pass_bits(scene)
+    found |= gpu_layers.replay_bits(scene)
+    wide = model.forward(scene.rows(0, 60), scene.plane).logits.double()
+    fused, model.fused = model.fused, None
+    separate = model.forward(scene.rows(0, 60), scene.plane).logits.double()
+    model.fused = fused
+    return found | {"from separate": float((wide - separate).norm() / separate.norm())}
+
+
 def low_bits(name: str, config: ModelConfig) -> tuple[Any, str]:
     return (Rounded(Random(config)), INT4) if name == "7b" else (RandomFile(config), GGUF)
 
@@ -284,37 +301,67 @@ def _floats(config: ModelConfig) -> Transformer:
 
 def passes(options: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for name, config in MODELS.items():
+    for name in options.models:
+        config = MODELS[name]
         low, own = low_bits(name, config)
         if name == "qwen" and options.qwen:
             from outrider.models.checkpoint import open_checkpoint
 
             checkpoint = open_checkpoint(options.qwen)
             config, low = checkpoint.config, checkpoint.weights
-        timed: dict[str, dict[int, float]] = {}
-        for form in ("bf16", own):
-            model: Any = _floats(config) if form == "bf16" else PackedTransformer(config, low, own, DEVICE, 512)
-            timed[form] = pass_seconds(model)
-            ratios = " ".join(f"{n}: {timed['bf16'][n] / s:.2f} ×" for n, s in timed[form].items())
-            shown = " ".join(f"{n}: {1e3 * s:.3f} ms" for n, s in timed[form].items())
-            print(f"{name:5} {form:6} {shown}   {ratios}", flush=True)
-            del model
-            gc.collect()
-            torch.cuda.empty_cache()
+        model: Any = _floats(config)
+        timed: dict[str, Any] = {"bf16": pass_seconds(model, options.pass_rows)}
+        _show(name, "bf16", timed)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+        model = PackedTransformer(config, low, own, DEVICE, 512)
+        for variant in options.variants:
+            try:
+                model.fused = layers.PackedLayers(model) if variant == "fused" else None
+                timed[f"{own} {variant}"] = pass_seconds(model, options.pass_rows)
+            except Exception as error:  # one variant must not take the others with it
+                print(f"{name} {variant}: {error}"[:600], flush=True)
+                continue
+            _show(name, f"{own} {variant}", timed)
+        if model.fused is not None:
+            timed["bits"] = bits(model)
+            print(f"{name:5} bits that differ: {timed['bits']}", flush=True)
         found[name] = timed
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
     return found
+
+
+def _show(name: str, form: str, timed: dict[str, Any]) -> None:
+    shown = " ".join(f"{n}: {1e3 * s:.3f} ms" for n, s in timed[form].items())
+    ratios = " ".join(f"{n}: {timed['bf16'][n] / s:.2f} ×" for n, s in timed[form].items())
+    print(f"{name:5} {form:14} {shown}   {ratios}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--qwen", type=Path, help="Qwen2.5-Coder-1.5B, Q4_K_M; default: random blocks of its types")
+    split = lambda text: tuple(part for part in text.split(",") if part)  # noqa: E731
+    whole = lambda text: tuple(int(part) for part in split(text))  # noqa: E731
+    parser.add_argument("--sections", type=split, default=("kernels", "products", "passes"))
+    parser.add_argument("--variants", type=split, default=("separate", "fused"), help="of the layers")
+    parser.add_argument("--kinds", type=split, default=(*BLOCKS, *GROUPED), help="of the kernels")
+    parser.add_argument("--models", type=split, default=tuple(MODELS), help="of the passes")
+    parser.add_argument("--counts", type=whole, default=COUNTS, help="rows of products")
+    parser.add_argument("--pass-rows", type=whole, default=(1, 4, 16, 64))
     options = parser.parse_args()
     begin = time.perf_counter()
     facts: dict[str, Any] = {"bench": "w4_gpu", "command": " ".join(["python", *sys.argv])}
     facts |= {"device": torch.cuda.get_device_name(0), "torch": torch.__version__}
-    facts["kernels"] = attempt("kernels", kernels, begin)
-    facts["products"] = attempt("products", products, begin)
-    facts["passes"] = attempt("passes", lambda: passes(options), begin)
+    sections = {
+        "kernels": partial(kernels, options),
+        "products": partial(products, options),
+        "passes": partial(passes, options),
+    }
+    for section in options.sections:
+        facts[section] = attempt(section, sections[section], begin)
     print(json.dumps(facts | {"s": time.perf_counter() - begin}))
 
 

@@ -69,7 +69,7 @@ def test_a_layer_chooses_its_tiles_by_the_rows(gated: bool, monkeypatch: pytest.
     """Many rows take the large tiles, and have the bits of a few, which do not."""
     chosen: list[int] = []
 
-    def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
+    def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool, processors: int) -> Tiles | None:
         chosen.append(x.shape[0])
         return None if x.shape[0] < 64 else Tiles(64, 64, warps=4)
 
@@ -90,10 +90,10 @@ def test_large_tiles_are_exact_on_this_gpu() -> None:
 def test_which_products_have_large_tiles() -> None:
     x, w = normal(300, 128), normal(64, 128)
     if GPU:
-        assert wide.tiles_for(x, w, 1, False) is not None
-        assert wide.tiles_for(x.float(), w.float(), 1, False) is None
-        assert wide.tiles_for(x[:, :100].contiguous(), w[:, :100].contiguous(), 1, False) is None  # not aligned
-    assert wide.tiles_for(x[:100], w, 1, False) is None
+        assert wide.tiles_for(x, w, 1, False, 8) is not None
+        assert wide.tiles_for(x.float(), w.float(), 1, False, 8) is None
+        assert wide.tiles_for(x[:, :100].contiguous(), w[:, :100].contiguous(), 1, False, 8) is None  # not aligned
+    assert wide.tiles_for(x[:100], w, 1, False, 8) is None
 
 
 # ------------------------------------------------------------ attention

@@ -34,18 +34,22 @@ class Kernel:
         self.function, self.shared = function, shared
 
     def __call__(
-        self, grid: tuple[int, int, int], threads: int, arguments: list[Tensor | int], early: bool = False
+        self, grid: tuple[int, int, int], threads: int, arguments: list[Tensor | int | float], early: bool = False
     ) -> None:
-        """Tensors are given by their address, whole numbers as 32 bits. early: it may start before the kernel before
+        """Tensors are given by their address, numbers as 32 bits. early: it may start before the kernel before
         it has ended, and waits for that itself."""
-        values = [
-            ctypes.c_void_p(each.data_ptr()) if isinstance(each, Tensor) else ctypes.c_int(each) for each in arguments
-        ]
+        values = [_value(each) for each in arguments]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attribute = _Attribute(_EARLY, value=(ctypes.c_int * 16)(1))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         config = _Launch(*grid, threads, 1, 1, self.shared, stream, ctypes.pointer(attribute), int(early))
         _require(_driver().cuLaunchKernelEx(ctypes.byref(config), self.function, places, None))
+
+
+def _value(argument: Tensor | int | float) -> Any:
+    if isinstance(argument, Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    return ctypes.c_float(argument) if isinstance(argument, float) else ctypes.c_int(argument)
 
 
 class _Attribute(ctypes.Structure):
@@ -77,6 +81,12 @@ def available(device: torch.device) -> bool:
         log.warning("CUDA kernels are not compiled, triton's are used: NVRTC was not found (%s)", error)
         return False
     return True
+
+
+def source(path: Path) -> str:
+    """A kernel's source, after the instructions that it uses."""
+    instructions = Path(__file__).parent / "kernels" / "instructions.cu"
+    return instructions.read_text(encoding="utf-8") + path.read_text(encoding="utf-8")
 
 
 def architecture(device: torch.device) -> str:

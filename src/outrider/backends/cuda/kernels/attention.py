@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import fused
+from . import attend_few, fused
 from .fused import packed_index
 from .launching import begin, launch_options
 from .wide import shared_memory
@@ -367,12 +367,27 @@ def attend(
     bias: [heads, distances] float32 and shift [T]; key j of a row adds column shift - j to its score.
     """
     rows, heads, dim = q.shape
-    kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
     packed = fused.tiles(rows) if packs else 0
     out = torch.empty((8 * packed if packs else rows, heads * dim), dtype=q.dtype, device=q.device)
+    plain, shape = sinks is None and bias is None and not cap, attend_few.Heads(heads, k_plane.shape[1], dim)
+    if plain and attend_few.suits(q, shape, blocks) and few_agree(shape, q.device):
+        programs = attend_few.splits(shape, blocks, q.device)
+        attend_few.attend(q, k_plane, v_plane, blocks, scale * LOG2_E, window, out, packed, programs)
+    else:
+        _launch(q, k_plane, v_plane, out, blocks, scale, window, cap, sinks, bias, packed)
+    return out
+
+
+def _launch(
+    q: Tensor, k_plane: Tensor, v_plane: Tensor, out: Tensor, blocks: Blocks, scale: float, window: int = 0,
+    cap: float = 0.0, sinks: Tensor | None = None, bias: tuple[Tensor, Tensor] | None = None, packed: int = 0,
+) -> None:  # fmt: skip
+    """`attend` in triton, into `out`. packed: tiles of the result, if it is packed."""
+    rows, heads, dim = q.shape
+    kv_heads, n, scratch = k_plane.shape[1], blocks.info.shape[0], blocks.scratch
     per_block, width = rows_per_block(heads, kv_heads), max(16, triton.next_power_of_2(dim))
     causal = blocks.lengths is None and bias is None
-    fits = blocks.prompts and causal and not packs and q.element_size() == 2
+    fits = blocks.prompts and causal and not packed and q.element_size() == 2
     tile = tile_of(width, shared_memory(q.device)) if fits else None
     per_tile = 0 if tile is None else tile.queries // (per_block * (heads // kv_heads))
     sinks_ = q if sinks is None else sinks
@@ -400,4 +415,37 @@ def attend(
         WHOLE=blocks.lengths is not None, BIASED=bias is not None, TILES=packed,
         num_warps=WARPS, num_stages=1, **constants, **launch_options("attend", rows),
     )  # fmt: skip
-    return out
+
+
+_known: dict[tuple[attend_few.Heads, torch.device], bool] = {}  # what `few_agree` has found
+
+
+def few_agree(shape: attend_few.Heads, device: torch.device) -> bool:
+    """Whether `attend_few` has the bits of triton's kernel for such heads on this device; tried once."""
+    if (shape, device) not in _known:
+        if torch.cuda.is_current_stream_capturing():
+            return False
+        _known[shape, device] = _compare(shape, device)
+    return _known[shape, device]
+
+
+def _compare(shape: attend_few.Heads, device: torch.device) -> bool:
+    """Contexts of one span and of several, in one program and in many, whose last keys are in a tail."""
+    most, length = rows_per_block(shape.heads, shape.kv_heads), 1280
+    dice = torch.Generator(device).manual_seed(1)
+    k, v, q = (
+        torch.randn(n, heads, shape.dim, generator=dice, device=device).to(torch.bfloat16)
+        for n, heads in ((length, shape.kv_heads), (length, shape.kv_heads), (2 * most, shape.heads))
+    )
+    scratch, scale = Scratch(2 * most, shape.heads, shape.dim, length, device), shape.dim**-0.5
+    table = torch.stack([torch.randperm(length, generator=dice, device=device) for _ in range(2)]).int()
+    tail = torch.arange(7, 23, dtype=torch.int32, device=device).repeat(2, 1)
+    alike = True
+    for contexts in ((1, 100), (128, 1050)):
+        info = [[i * most, most, i, n, n + 1, 0, 0, 0] for i, n in enumerate(contexts)]
+        blocks = Blocks(torch.tensor(info, dtype=torch.int32, device=device), tail, table, scratch)
+        ours, other = (torch.empty(2 * most, shape.heads * shape.dim, dtype=q.dtype, device=device) for _ in range(2))
+        attend_few.attend(q, k, v, blocks, scale * LOG2_E, 0, ours, 0, attend_few.splits(shape, blocks, device))
+        _launch(q, k, v, other, blocks, scale)
+        alike = alike and torch.equal(ours, other)
+    return alike

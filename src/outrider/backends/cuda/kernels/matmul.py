@@ -153,12 +153,14 @@ def product(
     """Parts of x wᵀ [S, T, out] float32, for x [T, in] bfloat16 or float32 and w [out, in] of the same type or int8.
 
     gated: activation(gate) * up [T, out] in x's type, where w [2 out, in] has the rows of the gate, then those of `up`.
-    summed: the parts are added up, in order: [1, T, out]; gated ones and those of many rows always are.
+    summed: the parts are added up, in order: [1, T, out], unless `wide` leaves them apart; gated ones always are.
     scale [out] and row_scale [T] float32: factors of the sums. early: it follows a small kernel (`launching`).
     """
     (rows, ins), outs = x.shape, w.shape[0] // (1 + gated)
     split = split_of(ins, tiling.splits, tiling.step)
-    if (tiles := tiles_for(x, w, tiling.splits, gated)) is not None and many_rows_are_exact(x.device):
+    if (tiles := tiles_for(x, w, tiling.splits, gated, processors(x.device))) is not None and many_rows_are_exact(
+        x.device
+    ):
         return wide_product(x, w, tiling.splits, split, tiles, scale, gated, activation, row_scale)
     slices = tiling.splits if gated or summed else 1
     shape, dtype = ((rows, outs), x.dtype) if gated else ((tiling.splits // slices, rows, outs), torch.float32)
@@ -287,7 +289,8 @@ def many_rows_are_exact(device: torch.device) -> bool:
     few, dice = 16, torch.Generator(device).manual_seed(1)
     x, w = (torch.randn(n, 640, generator=dice, device=device).to(torch.bfloat16) for n in (few, 512))
     many, alike = x.repeat(10, 1), True
-    for splits, gated, tiles in ((2, False, tiles_of(False)), (1, True, tiles_of(True))):
+    apart = replace(tiles_of(False), added=False)
+    for splits, gated, tiles in ((2, False, tiles_of(False)), (2, False, apart), (1, True, tiles_of(True))):
         own = product(x, w, Tiling(64, splits), gated=gated)
         wide = wide_product(many, w, splits, split_of(640, splits), tiles, gated=gated)
         own, wide = (own, wide) if gated else (Parts(own).total(), Parts(wide).total())

@@ -9,7 +9,7 @@ It knows weights and rows; it does not know layers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -36,6 +36,7 @@ class Tiles:
 
 
 MANY_ROWS = 256  # from here on a product is work; below, it is reading the weight
+TOGETHER = 2  # programs that share a processor
 LARGE_MEMORY = 220_000  # bytes of shared memory that these tiles need: Hopper and the large Blackwells
 
 
@@ -47,8 +48,11 @@ def shared_memory(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
-def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
-    """The tiles of this product; None: it has few rows, or numbers that these kernels do not multiply."""
+def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool, processors: int) -> Tiles | None:
+    """The tiles of this product; None: it has few rows, or numbers that these kernels do not multiply.
+
+    Where there are fewer tiles than the processors can hold, each part of a sum has programs of its own.
+    """
     aligned = all(
         each.stride(1) == 1 and each.stride(0) * each.element_size() % 16 == 0 and each.data_ptr() % 16 == 0
         for each in (x, w)
@@ -57,7 +61,9 @@ def tiles_for(x: Tensor, w: Tensor, splits: int, gated: bool) -> Tiles | None:
         return None
     if shared_memory(x.device) < LARGE_MEMORY:
         return None
-    return tiles_of(gated, converted=w.dtype != x.dtype)
+    tiles = tiles_of(gated, converted=w.dtype != x.dtype)
+    count = triton.cdiv(x.shape[0], tiles.rows) * triton.cdiv(w.shape[0] // (1 + gated), tiles.outputs)
+    return replace(tiles, added=gated or count >= TOGETHER * processors)
 
 
 def tiles_of(gated: bool, converted: bool = False) -> Tiles:
