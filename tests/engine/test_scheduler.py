@@ -237,9 +237,9 @@ def test_adaptive_does_not_ask_a_slow_drafter_that_is_wrong() -> None:
 def test_adaptive_asks_a_slow_drafter_that_is_right() -> None:
     controller = taught(PassCosts(FLAT), claim=0.9, hits=0.9)
     drafting(controller, 1.0)
-    assert 0 < controller.budget([turn()], Traits())[0].budget <= 4  # what it may lose
-    controller.credit.tokens = 9.0
-    assert controller.budget([turn()], Traits())[0].budget > 4
+    assert (
+        controller.budget([turn()], Traits())[0].budget > 4
+    )  # verdicts have shown it: credit is for what is not known
 
 
 def test_a_drawn_token_is_never_discarded_for_its_own_value() -> None:
