@@ -2,7 +2,7 @@
 
     python bench/w4_gpu.py                                   # 7.04B and Qwen2.5-Coder-1.5B shapes, random weights
     python bench/w4_gpu.py --qwen qwen2.5-coder-1.5b-q4_k_m.gguf
-    python bench/w4_gpu.py --sections passes --variants separate,fused --pass-rows 1,4,16
+    python bench/w4_gpu.py --sections passes --pass-rows 1,4,16
 
 1. `kernels`: every kind of weight, 1 to 130 rows: the error against float64, and whether a row has the same bits alone
    and among others. `fields` are CUDA kernels, `packed` triton's.
@@ -31,9 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 import torch
 from torch import Tensor
 
-import gpu_layers
 from outrider.backends import WHOLE
-from outrider.backends.cuda import layers
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs, PassShape, RecordedPass
 from outrider.backends.cuda.kernels import fields, matmul
@@ -278,19 +276,6 @@ def pass_seconds(model: Any, rows: tuple[int, ...] = (1, 4, 16, 64), repeats: in
     return found
 
 
-def bits(model: Any) -> dict[str, Any]:
-    """Whether small and wide passes of fused layers have the same bits, and how far separate layers' logits are."""
-    scene = gpu_layers.Scene.__new__(gpu_layers.Scene)
-    scene.prepare(model, 512)
-    found: dict[str, Any] = {"agrees": model.fused.agrees()} | gpu_layers.pass_bits(scene)
-    found |= gpu_layers.replay_bits(scene)
-    wide = model.forward(scene.rows(0, 60), scene.plane).logits.double()
-    fused, model.fused = model.fused, None
-    separate = model.forward(scene.rows(0, 60), scene.plane).logits.double()
-    model.fused = fused
-    return found | {"from separate": float((wide - separate).norm() / separate.norm())}
-
-
 def low_bits(name: str, config: ModelConfig) -> tuple[Any, str]:
     return (Rounded(Random(config)), INT4) if name == "7b" else (RandomFile(config), GGUF)
 
@@ -316,17 +301,8 @@ def passes(options: argparse.Namespace) -> dict[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()
         model = PackedTransformer(config, low, own, DEVICE, 512)
-        for variant in options.variants:
-            try:
-                model.fused = layers.PackedLayers(model) if variant == "fused" else None
-                timed[f"{own} {variant}"] = pass_seconds(model, options.pass_rows)
-            except Exception as error:  # one variant must not take the others with it
-                print(f"{name} {variant}: {error}"[:600], flush=True)
-                continue
-            _show(name, f"{own} {variant}", timed)
-        if model.fused is not None:
-            timed["bits"] = bits(model)
-            print(f"{name:5} bits that differ: {timed['bits']}", flush=True)
+        timed[own] = pass_seconds(model, options.pass_rows)
+        _show(name, own, timed)
         found[name] = timed
         del model
         gc.collect()
@@ -337,7 +313,7 @@ def passes(options: argparse.Namespace) -> dict[str, Any]:
 def _show(name: str, form: str, timed: dict[str, Any]) -> None:
     shown = " ".join(f"{n}: {1e3 * s:.3f} ms" for n, s in timed[form].items())
     ratios = " ".join(f"{n}: {timed['bf16'][n] / s:.2f} ×" for n, s in timed[form].items())
-    print(f"{name:5} {form:14} {shown}   {ratios}", flush=True)
+    print(f"{name:5} {form:5} {shown}   {ratios}", flush=True)
 
 
 def main() -> None:
@@ -346,7 +322,6 @@ def main() -> None:
     split = lambda text: tuple(part for part in text.split(",") if part)  # noqa: E731
     whole = lambda text: tuple(int(part) for part in split(text))  # noqa: E731
     parser.add_argument("--sections", type=split, default=("kernels", "products", "passes"))
-    parser.add_argument("--variants", type=split, default=("separate", "fused"), help="of the layers")
     parser.add_argument("--kinds", type=split, default=(*BLOCKS, *GROUPED), help="of the kernels")
     parser.add_argument("--models", type=split, default=tuple(MODELS), help="of the passes")
     parser.add_argument("--counts", type=whole, default=COUNTS, help="rows of products")

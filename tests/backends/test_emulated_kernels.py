@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from outrider.backends.cuda import layers, packing
-from outrider.backends.cuda.kernels import attend_few, attention, elementwise, fields, fused
+from outrider.backends.cuda import packing
+from outrider.backends.cuda.kernels import attend_few, attention, fields
 from outrider.backends.cuda.kernels.attention import Blocks, Scratch
-from outrider.backends.cuda.kernels.fields import Normed, Tiled
-from outrider.backends.cuda.kernels.packed import PackedProduct
-from outrider.backends.rows import Rows
-from outrider.engine.cache import Cache
-from outrider.models.config import SILU, ModelConfig
+from outrider.backends.cuda.kernels.fields import Tiled
+from outrider.models.config import SILU
 from outrider.models.quantised import Grouped
 
 from support import cuda_threads
@@ -28,7 +23,6 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(GPU or not cuda_threads.available(), reason="a C++ compiler's, without a GPU"),
 ]
-EPS = 1e-6
 
 
 @pytest.fixture(scope="session")
@@ -69,181 +63,43 @@ def weight(kind: str, outputs: int, inputs: int) -> tuple[Tiled, Tensor]:
 
 
 def slices(w: Tiled) -> int:
-    return fields.whole(w.words.shape[0], w.steps, 8)
-
-
-def squares_of(stream: Tensor) -> Tensor:
-    """Sums of sixteen squares, neighbours first, as the kernels add them."""
-    return tree((stream * stream).unflatten(1, (-1, 16)))
-
-
-def tree(x: Tensor) -> Tensor:
-    while x.shape[-1] > 1:
-        x = x[..., ::2] + x[..., 1::2]
-    return x[..., 0].contiguous()
-
-
-def scale_of(squares: Tensor) -> Tensor:
-    """1 / rms of each row, in the kernels' order."""
-    groups = torch.nn.functional.pad(squares, (0, -squares.shape[1] % 16)).unflatten(1, (-1, 16))
-    total = groups[:, 0]
-    for i in range(1, groups.shape[1]):
-        total = total + groups[:, i]
-    return (1 / (tree(total) / (16 * squares.shape[1]) + EPS).sqrt()).contiguous()
-
-
-def normed(rows: int, width: int) -> Normed:
-    stream = torch.randn(rows, width)
-    squares = squares_of(stream)
-    return Normed((stream * (torch.rand(width) + 0.5)).bfloat16(), squares, scale_of(squares), EPS)
-
-
-def some(x: Normed, first: int, end: int) -> Normed:
-    scale = None if x.scale is None else x.scale[first:end]
-    return Normed(x.h[first:end].contiguous(), x.squares[first:end].contiguous(), scale, x.eps)
+    return fields.division(w.words.shape[0], w.steps, 8, 1).slices
 
 
 def error(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact.double()).norm() / exact.double().norm())
 
 
-def alike(x: Normed, work: Callable[[Normed], Tensor]) -> Tensor:
+def alike(x: Tensor, work: Callable[[Tensor], Tensor]) -> Tensor:
     """The result for all rows, each of which has the same bits in smaller passes."""
     whole = work(x)
-    assert torch.equal(torch.cat([work(some(x, 0, 1)), work(some(x, 1, 10)), work(some(x, 10, 20))]), whole)
+    assert torch.equal(torch.cat([work(x[:1]), work(x[1:10]), work(x[10:20])]), whole)
     return whole
 
 
 @pytest.mark.parametrize("kind", ["int4", "Q4_K"])
-def test_gate_and_up_of_rows_that_are_not_normed_yet(kind: str) -> None:
-    (w, values), x = weight(kind, 64, 768), normed(20, 768)
-    assert x.scale is not None
-    gate, up = ((x.h.double() @ values.T) * x.scale.double()[:, None]).chunk(2, 1)
-    ours = alike(x, lambda rows: fields.gated(rows, w, slices(w), SILU))
-    assert error(ours, torch.nn.functional.silu(gate) * up) < 4e-3
+def test_a_product(kind: str) -> None:
+    (w, values), x = weight(kind, 48, 768), torch.randn(20, 768).bfloat16()
+
+    def work(rows: Tensor) -> Tensor:
+        sums = torch.empty(2, rows.shape[0], 56)
+        fields.product(rows.contiguous(), w, sums, 2, column=8)  # two parts of two slices, beside other outputs
+        return sums.sum(0)[:, 8:]
+
+    assert error(alike(x, work), x.double() @ values.T) < 1e-6
 
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_a_product_added_to_the_stream(biased: bool) -> None:
-    (w, values), x = weight("int4", 48, 512), torch.randn(11, 512).bfloat16()
-    bias, gain, stream = torch.randn(48) if biased else None, torch.rand(48) + 0.5, torch.randn(11, 48)
-    sums = torch.empty(1, 11, 48)
-    fields.product(x, w, sums, slices(w))
-    assert error(sums[0], x.double() @ values.T) < 1e-6
-    expected = stream + (sums[0] if bias is None else sums[0] + bias)
-    for rows in (3, 11):
-        own = stream[:rows].clone()
-        out, squares = fields.added(x[:rows].contiguous(), w, slices(w), bias, own, gain)
-        assert torch.equal(own, expected[:rows])
-        assert torch.equal(out, (own * gain).bfloat16())
-        assert torch.equal(squares, squares_of(own))
+@pytest.mark.parametrize("kind", ["int4", "Q4_K"])
+def test_gate_and_up(kind: str) -> None:
+    (w, values), x = weight(kind, 64, 768), torch.randn(20, 768).bfloat16()
 
+    def work(rows: Tensor) -> Tensor:
+        out = torch.empty(1, rows.shape[0], 32).bfloat16()
+        fields.product(rows.contiguous(), w, out, slices(w), gated=True, activation=SILU)
+        return out[0]
 
-@pytest.mark.parametrize("biased", [False, True])
-def test_q_k_and_v_go_to_their_places(biased: bool) -> None:
-    heads, kv_heads, dim = 2, 1, 64
-    (w, _), x = weight("int4", (heads + 2 * kv_heads) * dim, 256), normed(11, 256)
-    assert x.scale is not None
-    bias = torch.randn(w.outputs) if biased else None
-    angles, positions, slots = torch.rand(40, dim // 2), torch.randperm(40)[:11], torch.randperm(30)[:11]
-    sums = torch.empty(1, 11, w.outputs)
-    fields.product(x.h, w, sums, slices(w))
-    values = sums[0] * x.scale[:, None]
-    values = (values if bias is None else values + bias).view(11, -1, dim)
-    c, s = angles.cos()[positions][:, None], angles.sin()[positions][:, None]
-    first, second = values.chunk(2, -1)
-    turned = torch.cat([first * c + (-second) * s, second * c + first * s], -1).bfloat16()
-    for rows in (2, 11):
-        planes = tuple(torch.full((30, kv_heads, dim), 7.0).bfloat16() for _ in range(2))
-        q = torch.empty(rows, heads, dim).bfloat16()
-        places, ropes = (positions[:rows], slots[:rows]), (angles.cos(), angles.sin())
-        fields.rotated(some(x, 0, rows), w, slices(w), bias, ropes, places, (planes[0], planes[1]), q, 0)
-        assert torch.equal(q, turned[:rows, :heads])
-        assert torch.equal(planes[0][slots[:rows]], turned[:rows, heads : heads + kv_heads])
-        assert torch.equal(planes[1][slots[:rows]], values[:rows, heads + kv_heads :].bfloat16())
-        assert int((planes[0] != 7.0).any(-1).sum()) == rows * kv_heads, "another slot was written"
-
-
-# ------------------------------------------------------------ whole layers
-
-CONFIG = ModelConfig(
-    architecture="llama", vocab_size=48, hidden_size=512, intermediate_size=768, layers=2, heads=4, kv_heads=2,
-    head_dim=64, norm_eps=EPS, rope_theta=10_000.0, tied=False, context_length=128, eos_ids=frozenset({0}),
-)  # fmt: skip
-
-
-def product(outputs: list[int], inputs: int, biased: bool = False) -> PackedProduct:
-    return PackedProduct(
-        [weight("int4", n, inputs)[0] for n in outputs], torch.randn(sum(outputs)).bfloat16() if biased else None
-    )
-
-
-def layer() -> Any:
-    c = CONFIG
-    wide, narrow = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    return SimpleNamespace(
-        attention_norm=torch.rand(c.hidden_size) + 0.5, mlp_norm=torch.rand(c.hidden_size) + 0.5,
-        qkv=product([wide + narrow, narrow], c.hidden_size, True), out=product([c.hidden_size], wide),
-        gate_up=product([2 * c.intermediate_size], c.hidden_size), down=product([c.hidden_size], c.intermediate_size),
-        local=False, window=0, sinks=None, experts=None,
-    )  # fmt: skip
-
-
-def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """triton's interpreter has no bfloat16: what is between the products, in torch."""
-
-    def add_gain(x: Tensor, delta: Any, gain: Tensor, eps: float, dtype: Any, packs: bool = False) -> Any:
-        if delta is not None:
-            x += delta.total()
-        squares = squares_of(x)
-        return (x * gain).to(dtype), squares, scale_of(squares)
-
-    def rope_store(qkv: Any, cos: Tensor, sin: Tensor, k: Tensor, v: Tensor, slots: Tensor, heads: int, kv: int) -> Any:
-        values = qkv.total().view(slots.shape[0], -1, k.shape[2])
-        first, second = values.chunk(2, -1)
-        c, s = cos[:, None], sin[:, None]
-        turned = torch.cat([first * c + (-second) * s, second * c + first * s], -1).bfloat16()
-        k[slots], v[slots] = turned[:, heads : heads + kv], values[:, heads + kv :].bfloat16()
-        return turned[:, :heads].contiguous()
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, blocks: Any, scale: float, *others: Any) -> Tensor:
-        found = []
-        for row, position in enumerate(blocks):
-            keys, values = (plane[: position + 1].double().repeat_interleave(2, 1) for plane in (k, v))
-            shares = torch.softmax(torch.einsum("hd,khd->hk", q[row].double(), keys) * scale, -1)
-            found.append(torch.einsum("hk,khd->hd", shares, values).flatten())
-        return torch.stack(found).bfloat16()
-
-    monkeypatch.setattr(elementwise, "add_gain", add_gain)
-    monkeypatch.setattr(elementwise, "rope_store", rope_store)
-    monkeypatch.setattr(attention, "attend", attend)
-
-
-def test_passes_of_packed_layers_have_the_same_bits_whatever_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins(monkeypatch)
-    monkeypatch.setattr(fields, "prepare", lambda variants, device: None)
-    monkeypatch.setattr(fused, "DTYPE", torch.bfloat16)
-    angles = torch.rand(64, CONFIG.head_dim // 2)
-    embedding = torch.randn(48, CONFIG.hidden_size).bfloat16()
-    model = SimpleNamespace(
-        config=CONFIG, layers=[layer() for _ in range(CONFIG.layers)], ropes=[(angles.cos(), angles.sin())],
-        embedding=embedding, scale_embedding=1.0, compute=torch.bfloat16,
-    )  # fmt: skip
-    assert layers.packed_suits(model)
-    packed, first = layers.PackedLayers(model), torch.randn(18, CONFIG.hidden_size)
-    assert packed.agrees()
-    results = []
-    for sizes in ([18], [1, 8, 9]):
-        plane, start, streams = Cache(64, 1, 64, torch.device("cpu")).add_plane(2, 2, 64, torch.bfloat16), 0, []
-        for n in sizes:
-            at = torch.arange(start, start + n)
-            rows = Rows(at, at, at, at, at, at, None, at, blocks=at.tolist())
-            whole: Any = layers.Part()
-            streams.append(packed.run(first[start : start + n].clone(), rows, plane, whole, lambda i, x: None))
-            start += n
-        results.append([torch.cat(streams), *(each[:18].clone() for each in (*plane.k, *plane.v))])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert bool(results[0][0].isfinite().all())
+    gate, up = (x.double() @ values.T).chunk(2, 1)
+    assert error(alike(x, work), torch.nn.functional.silu(gate) * up) < 4e-3
 
 
 # ------------------------------------------------------------ attention

@@ -9,7 +9,7 @@ not depend on the rows of a pass. It knows layers and rows, not sequences.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -20,17 +20,11 @@ from ...engine.cache import Plane
 from ...models.config import GELU, SILU, ModelConfig
 from .. import Part
 from ..rows import Rows
-from .kernels import attend_few, attention, elementwise, fields, fused
-from .kernels.fields import TILE, Tiled
+from .kernels import attention, elementwise, fused
 from .kernels.launching import can_start_early
-from .kernels.matmul import Parts, Product, Tiling, processors, product
-from .kernels.packed import PackedProduct
+from .kernels.matmul import Parts, Product, Tiling, product
 
 MOST_WEIGHTS = 1 << 25  # of the gate, as measured on an H200: 1536 × 8960 is faster so, 4608 × 13824 is not
-MOST_HIDDEN = 8192  # inputs of a row whose squares fit into shared memory, for sixteen rows
-PACKED = (
-    False  # whether weights of four to six bits have fused layers: on an H200 separate ones are faster up to 16 rows
-)
 SUMMED_ROWS = 128  # from here on the programs of a product add up its parts, which then fill the card anyway
 
 
@@ -48,36 +42,22 @@ def prepared(model: Any) -> FusedLayers | None:
     for follows_small in (model.head, *(p for layer in model.layers for p in (layer.qkv, layer.out))):
         if isinstance(follows_small, Product):
             follows_small.early = True
-    if not can_start_early():
+    if not (suits(model) and pays(model.config) and can_start_early()):
         return None
-    made: FusedLayers | None = None
-    if PACKED and packed_suits(model):
-        made = PackedLayers(model)
-    elif suits(model) and pays(model.config):
-        made = FusedLayers(model)
-    return made if made is not None and made.agrees() else None
+    made = FusedLayers(model)
+    return made if made.agrees() else None
 
 
 def suits(model: Any) -> bool:
-    """Whether a `Transformer` with weights in bfloat16 can run so."""
-    return _shaped(model) and model.config.hidden_size % 32 == 0 and all(_suits(layer) for layer in model.layers)
-
-
-def packed_suits(model: Any) -> bool:
-    """The same with weights of four to six bits."""
-    c = model.config
-    shaped = _shaped(model) and c.hidden_size % 64 == 0 and c.hidden_size <= MOST_HIDDEN and c.head_dim % 32 == 0
-    return shaped and all(_suits_packed(layer, c.head_dim) for layer in model.layers)
-
-
-def _shaped(model: Any) -> bool:
-    """Whether the layers have the form that the kernels compute."""
-    c = model.config
+    """Whether a `Transformer` can run so."""
+    c, layers = model.config, model.layers
     plain = c.pre_norm and not (c.post_norm or c.stream_norm or c.layer_norm or c.qk_norm or c.distance_buckets)
     whole = c.encoder is None and c.gated and c.activation in (SILU, GELU) and c.residual_scale == 1.0
     rotates = not c.no_rope_layers and c.rotary_dim == c.head_dim and c.head_dim % 16 == 0
     embeds = not c.positions and not c.embedding_norm
-    return bool(plain and whole and rotates and embeds and model.compute is fused.DTYPE)
+    if not (plain and whole and rotates and embeds and model.compute is fused.DTYPE):
+        return False
+    return c.hidden_size % 32 == 0 and all(_suits(layer) for layer in layers)
 
 
 def pays(c: ModelConfig) -> bool:
@@ -91,31 +71,14 @@ def _suits(layer: Any) -> bool:
     return whole and layer.experts is None and layer.gate_up.bias is None
 
 
-def _suits_packed(layer: Any, dim: int) -> bool:
-    products = (layer.qkv, layer.out, layer.gate_up, layer.down)
-    tiled = layer.experts is None and all(
-        type(p) is PackedProduct and p.order is None and all(isinstance(w, Tiled) for w in p.weights) for p in products
-    )
-    if not tiled or layer.gate_up.bias is not None or layer.gate_up.out_features % (2 * TILE):
-        return False
-    single = all(len(p.weights) == 1 and p.out_features % TILE == 0 for p in products[1:])
-    return single and all(w.outputs % dim == 0 for w in layer.qkv.weights)
-
-
 class FusedLayers:
     """The embedding and the layers of one model: a `Transformer`."""
-
-    packs = True  # the rows of small passes
 
     def __init__(self, model: Any) -> None:
         self.config, self.layers, self.ropes, self.embedding = model.config, model.layers, model.ropes, model.embedding
         self._scale_embedding: float = model.scale_embedding
         self.most_rows = fused.MOST_ROWS  # of a small pass
-        self._divide()
-
-    def _divide(self) -> None:
-        """Decide how the products' sums are divided."""
-        self._slices: dict[str, Any] = {
+        self._slices = {
             name: fused.slices(weight.out_features, weight.in_features)
             for name, weight in ((name, getattr(self.layers[0], name)) for name in ("qkv", "out", "down"))
         }
@@ -132,13 +95,12 @@ class FusedLayers:
         gains = self._gains(part)
         first = next(gains)
         first = self.layers[0].attention_norm if first is None else first  # without blocks it is not read
-        packs = small and self.packs
         if x is None:
-            x, gained = elementwise.embed_gain(rows.tokens, self.embedding, self._scale_embedding, first, eps, packs)
+            x, gained = elementwise.embed_gain(rows.tokens, self.embedding, self._scale_embedding, first, eps, small)
         else:
-            gained = elementwise.add_gain(x, None, first, eps, dtype, packs)
+            gained = elementwise.add_gain(x, None, first, eps, dtype, small)
         entering = Entering(*gained)
-        blocks = self._blocks(small, x, rows, plane)
+        blocks = _SmallBlocks(self, x, rows, plane) if small else _WideBlocks(self, x, rows, plane)
         for i in range(part.start, self.config.layers if part.stop is None else part.stop):
             if i not in part.skip_attention:
                 entering = blocks.attention(i, entering, next(gains))
@@ -154,15 +116,12 @@ class FusedLayers:
         x = torch.linspace(-2, 2, fused.MOST_ROWS * self.config.hidden_size, device=gain.device).sin()
         x = x.view(fused.MOST_ROWS, -1)
         results = []
-        for small in (True, False):
+        for kind, small in ((_SmallBlocks, True), (_WideBlocks, False)):
             stream = x.clone()
-            entering = Entering(*elementwise.add_gain(stream, None, gain, eps, dtype, small and self.packs))
-            self._blocks(small, stream, None, None).mlp(0, entering, gain)
+            entering = Entering(*elementwise.add_gain(stream, None, gain, eps, dtype, small))
+            kind(self, stream, None, None).mlp(0, entering, gain)
             results.append(stream)
         return torch.equal(*results)
-
-    def _blocks(self, small: bool, x: Tensor, rows: Any, plane: Any) -> Any:
-        return (_SmallBlocks if small else _WideBlocks)(self, x, rows, plane)
 
     def _gains(self, part: Part) -> Iterator[Tensor | None]:
         """The gain of every block's norm, then None."""
@@ -172,34 +131,6 @@ class FusedLayers:
             if i not in part.skip_mlp:
                 yield self.layers[i].mlp_norm
         yield None
-
-
-class PackedLayers(FusedLayers):
-    """The same for weights of four to six bits (`kernels.fields`), whose rows are not packed."""
-
-    packs = False
-
-    def _divide(self) -> None:
-        c, groups = self.config, self.config.hidden_size // fused.GROUP
-        self._slices, variants = {}, set[fields.Variant]()
-        for name in ("qkv", "out", "gate_up", "down"):
-            products = [getattr(layer, name) for layer in self.layers]
-            tiles, steps = sum(w.words.shape[0] for w in products[0].weights), products[0].weights[0].steps
-            slices = self._slices[name] = fields.whole(
-                tiles, steps, processors(self.embedding.device), name == "gate_up"
-            )
-            rotates = attend_few.Heads(c.heads, c.kv_heads, c.head_dim) if name == "qkv" else None
-            after = fields.After(name in ("out", "down"), rotates, groups if name in ("qkv", "gate_up") else 0)
-            for product_ in products:
-                own = replace(after, biased=product_.bias is not None)
-                for w in product_.weights:
-                    variants |= fields.variants_of(w, slices, own, c.activation if name == "gate_up" else None)
-        of_layers = [{name: getattr(layer, name).bias for name in ("qkv", "out", "down")} for layer in self.layers]
-        self._biases = [{name: b if b is None else b.float() for name, b in each.items()} for each in of_layers]
-        fields.prepare(variants, self.embedding.device)
-
-    def _blocks(self, small: bool, x: Tensor, rows: Any, plane: Any) -> Any:
-        return (_SmallPacked if small else _WidePacked)(self, x, rows, plane)
 
 
 class _SmallBlocks:
@@ -263,53 +194,3 @@ class _WideBlocks:
         if gain is None:  # the last block: nothing reads what is prepared
             gain = self.of.layers[0].attention_norm
         return Entering(*elementwise.add_gain(self.x, delta, gain, self.of.config.norm_eps, x.dtype))
-
-
-class _SmallPacked:
-    def __init__(self, layers: PackedLayers, x: Tensor, rows: Any, plane: Any) -> None:
-        self.of, self.x, self.rows, self.plane = layers, x, rows, plane
-
-    def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
-        c, layer, kv, rows = self.of.config, self.of.layers[i], (self.plane.k[i], self.plane.v[i]), self.rows
-        q = torch.empty((rows.count, c.heads, c.head_dim), dtype=entering.h.dtype, device=entering.h.device)
-        column, places, bias = 0, (rows.positions, rows.slots), self.of._biases[i]["qkv"]
-        for w in layer.qkv.weights:
-            slices, ropes = self.of._slices["qkv"], self.of.ropes[layer.local]
-            fields.rotated(self._normed(entering), w, slices, bias, ropes, places, kv, q, column)
-            column += w.outputs
-        mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks)
-        return self._added(mixed, i, "out", gain)
-
-    def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
-        c, layer = self.of.config, self.of.layers[i]
-        w = layer.gate_up.weights[0]
-        middle = fields.gated(self._normed(entering), w, self.of._slices["gate_up"], c.activation)
-        return self._added(middle, i, "down", gain)
-
-    def _normed(self, entering: Entering) -> fields.Normed:
-        return fields.Normed(entering.h, entering.squares, entering.scale, self.of.config.norm_eps)
-
-    def _added(self, x: Tensor, i: int, name: str, gain: Tensor | None) -> Entering:
-        w, bias = getattr(self.of.layers[i], name).weights[0], self.of._biases[i][name]
-        gain = self.of.layers[0].attention_norm if gain is None else gain  # after the last block it is not read
-        return Entering(*fields.added(x, w, self.of._slices[name], bias, self.x, gain), None)
-
-
-class _WidePacked(_WideBlocks):
-    of: Any
-
-    def attention(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
-        c, layer, kv, rows = self.of.config, self.of.layers[i], (self.plane.k[i], self.plane.v[i]), self.rows
-        qkv = Parts(self._parts(entering.h, layer.qkv, "qkv"), layer.qkv.bias, entering.scale)
-        cos, sin = self.ropes[layer.local]
-        q = elementwise.rope_store(qkv, cos, sin, *kv, rows.slots, c.heads, c.kv_heads)
-        mixed = attention.attend(q, *kv, rows.blocks, c.attention_scale, layer.window, c.score_cap, layer.sinks)
-        return self._added(mixed, layer.out, "out", gain)
-
-    def mlp(self, i: int, entering: Entering, gain: Tensor | None) -> Entering:
-        c, layer = self.of.config, self.of.layers[i]
-        w, normed = layer.gate_up.weights[0], fields.Normed(entering.h, entering.squares, entering.scale, c.norm_eps)
-        return self._added(fields.gated(normed, w, self.of._slices["gate_up"], c.activation), layer.down, "down", gain)
-
-    def _parts(self, x: Tensor, by: Any, name: str) -> Tensor:
-        return fields.whole_sums(x, by.weights, self.of._slices[name], processors(x.device))

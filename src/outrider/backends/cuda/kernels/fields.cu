@@ -7,8 +7,8 @@
 // A sum over the inputs is divided by the weight's shape alone: into parts, a part into SLICES, and slice i takes every
 // SLICES-th step of 256 inputs. The slices' sums are added in their order. `fields_few` gives every slice to a warp of
 // its own, because one row needs many warps to keep the memory busy; in `fields_many` a warp takes all slices, one after
-// the other, and the warps of a program share the rows in shared memory; or, APART, a program has one slice, and whoever
-// reads the result adds them up. So a row has the same bits alone and among many.
+// the other, and the warps of a program share the rows in shared memory. So a row has the same bits alone and among
+// many.
 //
 // Weights come straight into the registers that feed the tensor cores: `fields.py` lays them out so. Of the 16 x 16
 // weights of one instruction, lane l holds outputs l / 4 and l / 4 + 8 and four inputs each: 4 (l % 4) + j of a run of 16
@@ -16,22 +16,8 @@
 //
 // KIND, SCALES (of a step), NT (tiles of eight rows), SLICES, WARPS (of `fields_many`), GATED, GELU, WHOLE (all steps
 // have 256 inputs) and BLOCKS (programs on a processor) are given when this is compiled. A warp has two tiles of 16
-// outputs: neighbours, a gate and its partner, or the two halves of a head. Loading the next step's weights before this
-// one's are used was not faster, nor was requesting them into the second-level cache: other warps hide the wait.
-//
-// What comes after a sum, in `fields_few`: nothing, or (AFTER) the residual stream is added to, or q and k are rotated and
-// k and v stored. GROUPS: of sixteen numbers of the stream, whose squares give a row's norm; 0: rows are normed already.
-
-#ifndef AFTER
-#define AFTER 0
-#define GROUPS 0
-#define BIASED 0
-#endif
-#define ADDED 1
-#define ROTATED 2
-#ifndef APART
-#define APART 0
-#endif
+// outputs: neighbours, or a gate and its partner. Loading the next step's weights before this one's are used was not
+// faster, nor was requesting them into the second-level cache: other warps hide the wait.
 
 enum { Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, INT4_HALF, INT4_BFLOAT };
 
@@ -193,9 +179,6 @@ __device__ __forceinline__ void add_block(float (&total)[M][NT][4], float (&part
 }
 
 __device__ __forceinline__ int tile_of(int group, int m, int tiles) {  // beyond the last one: the last one again
-#if AFTER == ROTATED  // the two halves of a head
-  return group / (DIM / 32) * (DIM / 16) + group % (DIM / 32) + m * (DIM / 32);
-#endif
   const int pairs = tiles / 2, tile = GATED ? group : group * M + m, last = GATED ? pairs - 1 : tiles - 1;
   return (tile < last ? tile : last) + (GATED && m ? pairs : 0);
 }
@@ -205,40 +188,12 @@ __device__ __forceinline__ void store_gated(void* out, long long at, float gate,
   static_cast<u16*>(out)[at] = rounded(gate / (1.0f + __expf(-steep)) * up);
 }
 
-__device__ __forceinline__ float of_sixteen(float value) {  // the sum over sixteen lanes, neighbours first
-#pragma unroll
-  for (int other = 1; other < 16; other *= 2)
-    value = __fadd_rn(value, __shfl_xor_sync(0xFFFFFFFFu, value, other));
-  return value;
-}
-
-__device__ __forceinline__ float inverse_rms(float squares, int width, float eps) {
-  return inverse_root(__fadd_rn(ratio(squares, static_cast<float>(width)), eps));
-}
-
 // words [tiles, blocks, 32 lanes, 4]; scales [tiles, steps, 16, WORDS]; x [rows, 64 blocks]; out [parts, rows, stride];
 // outs: of out, from `column` on; split: steps of a part.
 #define ARGUMENTS                                                                                                   \
-  const uint4 *__restrict__ words, const u32 *__restrict__ highs, const u32 *__restrict__ scales_,                  \
+  const uint4 *__restrict__ words, const u32 *__restrict__ highs, const u32 *__restrict__ scales,                   \
       const u32 *__restrict__ factors, const uint4 *__restrict__ x, void *__restrict__ out, int rows, int outs,     \
-      int tiles, int blocks, int split, int stride, int column MORE_GROUPS MORE_AFTER
-
-// squares [rows, GROUPS]; `fields_many` gets 1 / rms [rows] instead. stream, next [rows, outs]; next = stream * gain;
-// of_stream [rows, outs / 16]: its squares. cosines, sines [positions, DIM / 2]; q [rows, HEADS, DIM].
-#if GROUPS
-#define MORE_GROUPS , const float *__restrict__ squares, float eps
-#else
-#define MORE_GROUPS
-#endif
-#if AFTER == ADDED
-#define MORE_AFTER , const float *__restrict__ bias, float *stream, const float *__restrict__ gain, u16 *next, float *of_stream
-#elif AFTER == ROTATED
-#define MORE_AFTER                                                                                                  \
-  , const float *__restrict__ bias, const float *__restrict__ cosines, const float *__restrict__ sines,             \
-      const long long *positions, const long long *slots, u16 *q, u16 *k_plane, u16 *v_plane
-#else
-#define MORE_AFTER
-#endif
+      int tiles, int blocks, int split, int stride, int column
 
 #ifdef WARPS
 
@@ -247,8 +202,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, steps = (blocks + 3) / 4;
   const int group = blockIdx.y * WARPS + warp, row = blockIdx.x * ROWS;
   const int tile[M] = {tile_of(group, 0, tiles), tile_of(group, 1, tiles)};
-  const int first = APART ? 0 : blockIdx.z * split, stop = first + split < steps ? first + split : steps;
-  const int start = first + (APART ? blockIdx.z : 0);
+  const int first = blockIdx.z * split, stop = first + split < steps ? first + split : steps;
   float total[M][NT][4] = {};
   auto fetch = [&](int step, int into) {  // the rows' inputs of a step
     for (int i = threadIdx.x; i < ROWS * 32; i += 32 * WARPS) {
@@ -261,18 +215,17 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
   };
   auto after = [&](int step) {  // the next step in the order of slices; `stop` at the end
     const int next = step + SLICES, slice = (step - first) % SLICES;
-    if (next < stop || APART) return next < stop ? next : stop;
-    return slice + 1 < SLICES && first + slice + 1 < stop ? first + slice + 1 : stop;
+    return next < stop ? next : slice + 1 < SLICES && first + slice + 1 < stop ? first + slice + 1 : stop;
   };
   Step now;
-  now.load(words, highs, scales_, factors, tile, blocks, start, lane);
+  now.load(words, highs, scales, factors, tile, blocks, first, lane);
   begin();
-  int step = start, into = 0;
+  int step = first, into = 0;
   fetch(step, into);
   float sum[M][NT][4] = {};
   while (step < stop) {
     const int next = after(step);
-    if (step != start) now.load(words, highs, scales_, factors, tile, blocks, step, lane);
+    if (step != first) now.load(words, highs, scales, factors, tile, blocks, step, lane);
     if (next < stop) fetch(next, into ^ 1);
     if (next < stop) await_groups<1>();
     else await_groups<0>();
@@ -287,7 +240,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
       add_block(sum, part, plain, now, in, b);
     }
     if (next >= stop || (next - first) % SLICES != (step - first) % SLICES) {  // a slice ends
-      const bool initial = APART || (step - first) % SLICES == 0;
+      const bool initial = (step - first) % SLICES == 0;
 #pragma unroll
       for (int m = 0; m < M; m++)
 #pragma unroll
@@ -309,13 +262,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
       if (to >= rows) continue;
       if (GATED) {
         const int output = group * 16 + o;
-#if GROUPS
-        const float scale = squares[to];
-#else
-        const float scale = 1.0f;
-#endif
         const long long at = static_cast<long long>(to) * stride + column + output;
-        if (output < outs) store_gated(out, at, __fmul_rn(total[0][n][i], scale), __fmul_rn(total[1][n][i], scale));
+        if (output < outs) store_gated(out, at, total[0][n][i], total[1][n][i]);
       } else {
 #pragma unroll
         for (int m = 0; m < M; m++) {
@@ -329,80 +277,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) fields_many(ARG
 
 #else
 
-// What the results of a thread meet, loaded before their sum is there. Result j of tile m is output o of row r.
-struct Place {
-  int o, row, output;
-  bool valid;
-
-  __device__ __forceinline__ Place(int j, int m, int group, int rows, int outs) {
-    const int item = j * 32 * SLICES + threadIdx.x;
-    o = item % 16, row = blockIdx.x * ROWS + item / 16;
-#if AFTER == ROTATED
-    output = tile_of(group, m, 0) * 16 + o;
-#else
-    output = (GATED ? group : group * M + m) * 16 + o;
-#endif
-    valid = item < 16 * ROWS && row < rows && output < outs;
-  }
-};
-
 extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARGUMENTS) {
   __shared__ float sums[SLICES][16][ROWS + 1];
-#if GROUPS
-  __shared__ __align__(16) float staged[ROWS * GROUPS];
-  __shared__ float scales[ROWS];
-#endif
   const int lane = threadIdx.x % 32, slice = threadIdx.x / 32, steps = (blocks + 3) / 4;
   const int row = blockIdx.x * ROWS + lane / 4, group = blockIdx.y;
   const int tile[M] = {tile_of(group, 0, tiles), tile_of(group, 1, tiles)};
   const int first = blockIdx.z * split, stop = first + split < steps ? first + split : steps;
   float total[M][NT][4] = {};
   Step now;
-  if (first + slice < stop) now.load(words, highs, scales_, factors, tile, blocks, first + slice, lane);
-#if AFTER
-  float biases[M][ITEMS] = {};
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int j = 0; j < ITEMS; j++) {
-      const Place at(j, m, group, rows, outs);
-      if (BIASED && at.valid) biases[m][j] = __ldg(bias + column + at.output);
-    }
-#endif
-#if AFTER == ADDED
-  float before[M][ITEMS], gains[M][ITEMS];
-#pragma unroll
-  for (int m = 0; m < M; m++)
-#pragma unroll
-    for (int j = 0; j < ITEMS; j++) {
-      const Place at(j, m, group, rows, outs);
-      before[m][j] = at.valid ? __ldcg(stream + static_cast<long long>(at.row) * outs + at.output) : 0.0f;
-      gains[m][j] = at.valid ? __ldg(gain + at.output) : 0.0f;
-    }
-#elif AFTER == ROTATED
-  const int head = column / DIM + group / (DIM / 32);
-  float cosine[ITEMS], sine[ITEMS];
-  u16* target[ITEMS];
-#pragma unroll
-  for (int j = 0; j < ITEMS; j++) {
-    const Place at(j, 0, group, rows, outs);
-    const int d = group % (DIM / 32) * 16 + at.o;
-    const long long position = at.valid ? __ldcg(positions + at.row) : 0, slot = at.valid ? __ldcg(slots + at.row) : 0;
-    cosine[j] = __ldg(cosines + position * (DIM / 2) + d), sine[j] = __ldg(sines + position * (DIM / 2) + d);
-    target[j] = head < HEADS             ? q + (static_cast<long long>(at.row) * HEADS + head) * DIM + d
-                : head < HEADS + KV_HEADS ? k_plane + (slot * KV_HEADS + head - HEADS) * DIM + d
-                                         : v_plane + (slot * KV_HEADS + head - HEADS - KV_HEADS) * DIM + d;
-  }
-#endif
+  if (first + slice < stop) now.load(words, highs, scales, factors, tile, blocks, first + slice, lane);
   begin();
-#if GROUPS
-  const int last = rows - blockIdx.x * ROWS < ROWS ? rows - blockIdx.x * ROWS : ROWS;
-  for (int i = threadIdx.x; i < last * GROUPS / 4; i += 32 * SLICES)
-    copy_16(staged + 4 * i, squares + static_cast<long long>(blockIdx.x) * ROWS * GROUPS + 4 * i);
-  end_group();
-#endif
   for (int step = first + slice; step < stop; step += SLICES) {
-    if (step != first + slice) now.load(words, highs, scales_, factors, tile, blocks, step, lane);
+    if (step != first + slice) now.load(words, highs, scales, factors, tile, blocks, step, lane);
     float part[M][NT][4], plain[NT][4];
 #pragma unroll
     for (int b = 0; b < 4; b++) {
@@ -415,17 +301,7 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
       add_block(total, part, plain, now, in, b);
     }
   }
-#if GROUPS
-  await_groups<0>();
-  __syncthreads();
-  for (int r = 2 * slice + lane / 16; r < ROWS; r += 2 * SLICES) {  // sixteen lanes have a row
-    float squared = 0.0f;
-    for (int i = lane % 16; i < GROUPS; i += 16) squared = __fadd_rn(squared, r < last ? staged[r * GROUPS + i] : 0.0f);
-    squared = of_sixteen(squared);
-    if (lane % 16 == 0) scales[r] = inverse_rms(squared, 16 * GROUPS, eps);
-  }
-#endif
-  float former[ITEMS];  // results of the first tile that those of the second need
+  float gates[ITEMS];
 #pragma unroll
   for (int m = 0; m < M; m++) {
     __syncthreads();
@@ -436,37 +312,17 @@ extern "C" __global__ void __launch_bounds__(32 * SLICES, BLOCKS) fields_few(ARG
     __syncthreads();
 #pragma unroll
     for (int j = 0; j < ITEMS; j++) {
-      const Place at(j, m, group, rows, outs);
-      const int r = at.row - blockIdx.x * ROWS;
-      if (r >= ROWS) break;  // the whole warp
-      float sum = sums[0][at.o][r];
+      const int item = j * 32 * SLICES + threadIdx.x, o = item % 16, r = item / 16, to = blockIdx.x * ROWS + r;
+      if (item >= 16 * ROWS) break;
+      float sum = sums[0][o][r];
 #pragma unroll
-      for (int other = 1; other < SLICES; other++) sum += sums[other][at.o][r];
-#if GROUPS
-      sum = __fmul_rn(sum, scales[r]);
-#endif
-#if AFTER == ADDED
-      const float value = __fadd_rn(before[m][j], BIASED ? __fadd_rn(sum, biases[m][j]) : sum);
-      const float squared = of_sixteen(__fmul_rn(value, value));
-      const long long place = static_cast<long long>(at.row) * outs + at.output;
-      if (at.valid) stream[place] = value, next[place] = rounded(__fmul_rn(value, gains[m][j]));
-      if (at.valid && at.o == 0) of_stream[place / 16] = squared;
-#elif AFTER == ROTATED
-      if (BIASED) sum = __fadd_rn(sum, biases[m][j]);
-      if (m == 0) former[j] = sum;
-      if (m == 0 || !at.valid) continue;
-      const bool turns = head < HEADS + KV_HEADS;
-      const float c = cosine[j], s = sine[j], one = former[j];
-      const float turned = __fadd_rn(__fmul_rn(one, c), __fmul_rn(-sum, s));
-      const float second = __fadd_rn(__fmul_rn(sum, c), __fmul_rn(one, s));
-      target[j][0] = rounded(turns ? turned : one), target[j][DIM / 2] = rounded(turns ? second : sum);
-#else
-      if (GATED && m == 0) former[j] = sum;
-      if (!at.valid) continue;
-      const long long place = (static_cast<long long>(blockIdx.z) * rows + at.row) * stride + column + at.output;
-      if (!GATED) static_cast<float*>(out)[place] = sum;
-      else if (m) store_gated(out, place, former[j], sum);
-#endif
+      for (int other = 1; other < SLICES; other++) sum += sums[other][o][r];
+      const int output = (GATED ? group : group * M + m) * 16 + o;
+      if (GATED && m == 0) gates[j] = sum;
+      if (to >= rows || output >= outs) continue;
+      const long long at = (static_cast<long long>(blockIdx.z) * rows + to) * stride + column + output;
+      if (!GATED) static_cast<float*>(out)[at] = sum;
+      else if (m) store_gated(out, at, gates[j], sum);
     }
   }
 }

@@ -8,7 +8,7 @@ weights and rows; it does not know layers.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +18,6 @@ from torch import Tensor
 
 from ....models.config import GELU, SILU
 from .. import nvrtc
-from .attend_few import Heads
 from .launching import launch_options
 
 KINDS = ("Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "int4", "int4b")  # in the order of the source's own
@@ -27,7 +26,6 @@ TILE, BLOCK, STEP = 16, 64, 256  # outputs of a tile; inputs of a block and of a
 SLICES = (8, 7, 6, 5, 4)  # of a part of a sum: as many as warps that keep the memory busy
 FEW, MANY = (8, 16), 32  # rows of a tile; of one whose warps share the rows
 WARPS = 4  # of a program that shares its rows
-MOST_SLICES = 12  # of a weight that has programs for half of the processors at most
 THREE = 6  # the most warps of which three programs fit
 PITCH = 36 * 16  # bytes between two rows in shared memory
 
@@ -161,35 +159,6 @@ def division(tiles: int, steps: int, processors: int, parts: int | None = None) 
     return min(shapes, key=lambda shape: (taken(shape), shape.parts, -shape.slices))
 
 
-def whole(tiles: int, steps: int, processors: int, gated: bool = False) -> int:
-    """Slices of a sum that is one part. Warps wait for as few steps as possible, where there are not many programs."""
-    if gated:
-        return division(tiles, steps, processors, 1).slices
-    most = MOST_SLICES if tiles <= processors else SLICES[0]
-    return min(range(1, min(most, steps) + 1), key=lambda slices: (-(-steps // slices), slices))
-
-
-@dataclass(frozen=True)
-class After:
-    """What `fields_few` does with a sum. The norm of what it reads is applied here, if it has `groups` of sixteen."""
-
-    adds: bool = False  # to the residual stream
-    rotates: Heads | None = None  # q, k and v
-    groups: int = 0
-    biased: bool = False
-
-    @property
-    def options(self) -> dict[str, int]:
-        values = {"AFTER": 1 if self.adds else 2 if self.rotates else 0, "GROUPS": self.groups}
-        values["BIASED"] = int(self.biased)
-        if self.rotates:
-            values |= {"HEADS": self.rotates.heads, "KV_HEADS": self.rotates.kv_heads, "DIM": self.rotates.dim}
-        return values
-
-
-PLAIN = After()
-
-
 @dataclass(frozen=True)
 class Variant:
     """What a kernel is compiled for."""
@@ -202,8 +171,6 @@ class Variant:
     gated: bool = False
     gelu: bool = False
     warps: int = 0  # of `fields_many`; 0: `fields_few`
-    after: After = PLAIN
-    apart: bool = False  # each slice has programs of its own, which write parts of the sum
 
     @property
     def name(self) -> str:
@@ -216,14 +183,13 @@ class Variant:
             "WHOLE": int(self.whole), "GATED": int(self.gated), "GELU": int(self.gelu),
             "BLOCKS": self.programs,
         }  # fmt: skip
-        values |= self.after.options | ({"WARPS": self.warps} if self.warps else {})
-        values |= {"APART": 1} if self.apart else {}
+        values |= {"WARPS": self.warps} if self.warps else {}
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
     @property
     def programs(self) -> int:
         """On a processor: as many as have registers there without spilling them."""
-        if self.warps or self.slices > SLICES[0]:
+        if self.warps:
             return 1
         small = self.kind.startswith("int4") and self.each <= 2 and self.rows == FEW[0] and self.slices <= THREE
         return 3 if small else 2
@@ -234,19 +200,11 @@ class Variant:
         return 2 * self.rows * PITCH if self.warps else 0
 
 
-def variant_for(w: Tiled, rows: int, shape: Division, gated: bool, activation: str, after: After = PLAIN) -> Variant:
+def variant_for(w: Tiled, rows: int, shape: Division, gated: bool, activation: str) -> Variant:
     """The kernel for so many rows. All of them give a row the same bits."""
     few = next((n for n in FEW if n >= rows), None)
     whole, gelu = w.words.shape[1] * BLOCK % STEP == 0, gated and activation == GELU
-    return Variant(w.kind, w.each, few or MANY, shape.slices, whole, gated, gelu, 0 if few else WARPS, after)
-
-
-def variants_of(w: Tiled, slices: int, after: After, activation: str | None) -> set[Variant]:
-    """The kernels of fused layers for any number of rows. activation: of a gate, if the weight has one."""
-    shape, gated = Division(1, slices), activation is not None
-    few = {variant_for(w, rows, shape, gated, activation or SILU, after) for rows in FEW}
-    many = variant_for(w, MANY, shape, gated, activation or SILU, after if gated else PLAIN)
-    return few | {many, replace(many, apart=not gated)}
+    return Variant(w.kind, w.each, few or MANY, shape.slices, whole, gated, gelu, warps=0 if few else WARPS)
 
 
 @cache
@@ -269,83 +227,14 @@ def product(
     launch(variant_for(w, x.shape[0], shape, gated, activation), x, w, out, column)
 
 
-def groups_of(w: Tiled, warps: int) -> int:
-    """Programs side by side: a warp has two tiles."""
-    return -(-w.words.shape[0] // (2 * max(warps, 1)))
-
-
-def whole_sums(x: Tensor, weights: list[Tiled], slices: int, processors: int) -> Tensor:
-    """x wᵀ [S, T, N] float32 for weights side by side, each of whose sums is one part, divided into slices.
-
-    S is 1, or the number of slices where the processors would have too little to do without a program for each.
-    """
-    rows, groups = x.shape[0], sum(groups_of(w, WARPS) for w in weights)
-    apart = rows > FEW[-1] and -(-rows // MANY) * groups < processors
-    shape = (slices if apart else 1, rows, sum(w.outputs for w in weights))
-    out, column = torch.empty(shape, dtype=torch.float32, device=x.device), 0
-    for w in weights:
-        variant = variant_for(w, rows, Division(1, slices), False, SILU)
-        launch(replace(variant, apart=apart), x, w, out, column)
-        column += w.outputs
-    return out
-
-
-@dataclass(frozen=True)
-class Normed:
-    """Rows of the stream times a norm's gain; their sums are multiplied by 1 / rms."""
-
-    h: Tensor  # [T, H]
-    squares: Tensor  # [T, H / 16]: sums of the stream's squares
-    scale: Tensor | None  # [T] float32: 1 / rms; None where few rows' kernels compute it
-    eps: float
-
-
-def gated(x: Normed, w: Tiled, slices: int, activation: str) -> Tensor:
-    """activation(gate) * up [T, N / 2] in bfloat16; w has the outputs of the gate, then those of `up`."""
-    rows = x.h.shape[0]
-    out = torch.empty((1, rows, w.outputs // 2), dtype=x.h.dtype, device=x.h.device)
-    after = After(groups=x.squares.shape[1])
-    variant = variant_for(w, rows, Division(1, slices), True, activation, after)
-    launch(variant, x.h, w, out, 0, [x.scale if variant.warps and x.scale is not None else x.squares, x.eps])
-    return out[0]
-
-
-def added(x: Tensor, w: Tiled, slices: int, bias: Tensor | None, stream: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
-    """stream [T, N] += x wᵀ + bias [N] float32 for few rows; returns stream * gain in x's type and its squares."""
-    rows, outs = stream.shape
-    out, squares = torch.empty((rows, outs), dtype=x.dtype, device=x.device), stream.new_empty(rows, outs // 16)
-    variant = variant_for(w, rows, Division(1, slices), False, SILU, After(adds=True, biased=bias is not None))
-    launch(variant, x, w, stream[None], 0, [stream if bias is None else bias, stream, gain, out, squares])
-    return out, squares
-
-
-def rotated(
-    x: Normed, w: Tiled, slices: int, bias: Tensor | None, ropes: tuple[Tensor, Tensor], places: tuple[Tensor, Tensor],
-    planes: tuple[Tensor, Tensor], q: Tensor, column: int,
-) -> None:  # fmt: skip
-    """Heads of q, k and v from output `column` on, for few rows: q [T, heads, d]; k and v go to their slots.
-
-    ropes: cos and sin of every position [L, d/2]; places: positions and slots [T] int64; bias float32, of all heads.
-    """
-    rows, heads = q.shape[0], Heads(q.shape[1], *planes[0].shape[1:])
-    after = After(rotates=heads, groups=x.squares.shape[1], biased=bias is not None)
-    variant = variant_for(w, rows, Division(1, slices), False, SILU, after)
-    launch(variant, x.h, w, q.view(1, rows, -1), column,
-           [x.squares, x.eps, ropes[0] if bias is None else bias, *ropes, *places, q, *planes])  # fmt: skip
-
-
-def launch(
-    variant: Variant, x: Tensor, w: Tiled, out: Tensor, column: int, more: list[Tensor | int | float] | None = None
-) -> None:
-    """more: arguments of what comes after the sum."""
-    rows, (programs, _, stride), tiles = x.shape[0], out.shape, w.words.shape[0]
-    groups, parts = groups_of(w, variant.warps), 1 if variant.apart else programs
+def launch(variant: Variant, x: Tensor, w: Tiled, out: Tensor, column: int) -> None:
+    rows, (parts, _, stride), tiles = x.shape[0], out.shape, w.words.shape[0]
+    groups = -(-tiles // (2 * max(variant.warps, 1)))  # a warp has two tiles
     none, outs = w.words, w.outputs // (1 + variant.gated)
     compiled(variant, x.device)(
-        (-(-rows // variant.rows), groups, programs), 32 * (variant.warps or variant.slices),
+        (-(-rows // variant.rows), groups, parts), 32 * (variant.warps or variant.slices),
         [w.words, none if w.high is None else w.high, w.scales, none if w.factors is None else w.factors,
-         x, out, rows, outs, tiles, w.words.shape[1], -(-w.steps // parts), stride, column,
-         *(more or [])],
+         x, out, rows, outs, tiles, w.words.shape[1], -(-w.steps // parts), stride, column],
         early="launch_pdl" in launch_options("product", rows),
     )  # fmt: skip
 
