@@ -14,10 +14,10 @@ t is measured and refined (`pass_costs`), t_draft learnt from the step's clock (
 (`acceptance`); λ is the speed of plain decoding times the recent lead over it.
 
 `budget` decides before anything is drafted, by what verdicts have shown; `prune` again, by the survival of what was
-drafted. That is a drafter's own claim, corrected by verdicts, so no draft costs more than half of the credit beyond
-half of what is expected of it: one mistake leaves as much for the next draft, and drafts grow with their success. Where
-nothing is expected to pay but a right draft would, the same credit pays for trials of one node. It also pays for
-requests of drafters on the host, which cost little and often find nothing. Nothing here knows whether a step ran on a
+drafted. That is a drafter's own claim, corrected by verdicts, so where nothing was planned (drafters that are asked
+whatever is expected of them) no draft costs more than half of the credit, as if every node were rejected. Where nothing
+is expected to pay but a right draft would, the same credit pays for trials of one node. It also pays for requests of
+drafters on the host, which cost little and often find nothing. Nothing here knows whether a step ran on a
 CPU or in a GPU's round, nor when the host read it.
 """
 
@@ -271,7 +271,8 @@ class Adaptive(Controller):
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
         trees = [(i, tree) for i, tree in enumerate(draft.trees) if tree.tokens]
         nodes = sorted((-s, i) for i, tree in trees for s in self._survival(turns[i].seq, tree))
-        best = self.prices.best(-minus for minus, _ in nodes)
+        limit = self.prices.limit if self.is_cheap else math.inf
+        best = self.prices.best((-minus for minus, _ in nodes), limit)
         kept = Counter(i for _, i in nodes[:best])
         for i, tree in trees if self.tried else ():
             is_tried = turns[i].seq.id in self.tried and not kept[i]

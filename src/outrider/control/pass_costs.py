@@ -12,9 +12,6 @@ from collections.abc import Iterable, Mapping
 from ..types import Turn
 
 MARGIN = 0.03  # tokens that a draft must bring each sequence beyond its price, for overheads that are not measured
-# Share of the expected tokens that is no risk: with none a good drafter waits for credit, with all of them one that is
-# wrong and sure of itself takes 4 % of a first answer on a CPU (2.6 % with this).
-SURE = 0.5
 
 Seconds = Mapping[int, float] | Mapping[tuple[int, int], float]  # by rows (of one sequence), or by (sequences, rows)
 Points = tuple[list[int], list[float]]  # row counts, rising, and their costs
@@ -132,13 +129,14 @@ class StepPrices:
         """Whether so many nodes, or half, a quarter, … of them, would gain something if all were right, for nothing."""
         return any((most >> i) - self.price(most >> i) > self.margin for i in reversed(range(most.bit_length())))
 
-    def best(self, tokens: Iterable[float]) -> int:
-        """How many of some nodes, which are expected to bring so many tokens each, gain most beyond their price; 0:
-        nothing pays, or too much is risked. Costs may be stairs, where one more loses and three more win: all are
-        compared."""
+    def best(self, tokens: Iterable[float], limit: float = math.inf) -> int:
+        """How many of some nodes, which are expected to bring so many tokens each, gain most beyond their price within
+        the limit; 0: nothing pays. Costs may be stairs, where one more loses and three more win: all are compared."""
         best, gain, total = 0, self.margin, 0.0
         for rows, more in enumerate(tokens, start=1):
             total, price = total + more, self.price(rows)
-            if total - price > gain and price - SURE * total <= self.limit:
+            if price > limit:
+                break  # more cost more
+            if total - price > gain:
                 best, gain = rows, total - price
         return best
