@@ -108,10 +108,8 @@ class Adaptive(Controller):
         1.25  # times what is expected that a pass with drafts is charged as at most: single passes are slow for other
     )
     # reasons (the first ones of a process take up to twice as long), and costs that are wrong are corrected in a dozen
-    PROBED, PART = (
-        4,
-        8,
-    )  # sequences that are tried together, or this part of a batch: a few answers say too little of it
+    PROBED = 4  # sequences of a batch that are tried together, at least: acceptance is learnt from a few,
+    PART = 8  # and this part of a large batch: a few that are right cannot pay for the pass that drafts
     FULL = 64  # prompt rows from which on a pass has no row to spare
     MAX_PAUSE = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
