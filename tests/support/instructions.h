@@ -61,7 +61,6 @@ static u32 plus(u32 a, u32 b) { return both_rounded(low_half(a) + low_half(b), l
 static float half_of(u32 word) { return as<_Float16>(static_cast<u16>(word)); }
 static float power_of_two(float x) { return std::exp2(x); }
 static float ratio(float a, float b) { return a / b; }
-static float inverse_root(float x) { return 1.0f / std::sqrt(x); }
 #define __expf std::exp
 
 static float __fmul_rn(float a, float b) { return a * b; }

@@ -57,12 +57,6 @@ __device__ __forceinline__ float ratio(float a, float b) {
   return out;
 }
 
-__device__ __forceinline__ float inverse_root(float x) {
-  float out;
-  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-}
-
 __device__ __forceinline__ void to_cache(const void* line) {  // to the second level
   asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
 }
