@@ -206,14 +206,18 @@ def test_gguf_types(tmp_path: Path, kind: Kind, error: float) -> None:
         assert (weights.get(name, torch.float32) - tensor).abs().max() < error, name
 
 
+@pytest.mark.parametrize("inference", [False, True])  # models are quantised in inference mode
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.F16, Kind.Q8_0, Kind.Q4_0])
-def test_gguf_tensors_are_the_same_in_parts(tmp_path: Path, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_tensors_are_the_same_in_parts(
+    tmp_path: Path, kind: Kind, inference: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_gguf(tmp_path / "tiny.gguf", "llama", kind)
     weights: Any = open_checkpoint(tmp_path / "tiny.gguf").weights
     whole = {name: weights.get(name, torch.bfloat16) for name in weights.names()}
     monkeypatch.setattr(gguf_file, "_AT_ONCE", 7 * 32)  # rows of 32 and of 64
-    for name, tensor in whole.items():
-        assert torch.equal(weights.get(name, torch.bfloat16), tensor)
+    with torch.inference_mode(inference):
+        for name, tensor in whole.items():
+            assert torch.equal(weights.get(name, torch.bfloat16), tensor)
     some = torch.tensor([300, 2, 2, 17])
     for name in ("embed_tokens.weight", "lm_head.weight"):
         assert torch.equal(weights.block_rows(name, some), weights.blocks(name)[some])

@@ -395,7 +395,8 @@ class GGUFWeights(Weights):
     def get(self, name: str, dtype: torch.dtype) -> Tensor:
         """Dequantised in parts by a few threads: no more than these parts is in memory in floats."""
         shape, stored = self.shape(name), self._names[name]
-        tensor = torch.empty(shape, dtype=dtype)
+        with torch.inference_mode(False):  # that mode is this thread's: others may not write to tensors made in it
+            tensor = torch.empty(shape, dtype=dtype)
         step = max(1, _AT_ONCE // prod(shape[1:])) if len(shape) > 1 else shape[0]
 
         def dequantise(start: int) -> None:
