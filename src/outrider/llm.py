@@ -511,8 +511,9 @@ def build_engine(
     scheduler = Scheduler(cache, plane, config.max_batch, config.max_rows, prompt_rows)
     engine = Engine(runner, cache, drafter, controller, scheduler, model.config.vocab_size, listeners)
     if captured is not None:  # else the first answers would wait for it
-        captured.warm(max(_WARM_ROWS, config.max_batch))
-        captured.rounds.warm(prompt_rows)  # with what the drafter has recorded
+        with captured.state.together():
+            captured.warm(max(_WARM_ROWS, config.max_batch))
+            captured.rounds.warm(prompt_rows)  # with what the drafter has recorded
     return engine
 
 

@@ -62,7 +62,9 @@ def target_costs(runner: Runner, cache: Cache, sequences: Iterable[int] = (1,), 
         for seq in seqs:
             cache.open(seq)
             cache.reserve(seq, len(seq.tokens), 0)
-        if gpu:  # the first pass of a shape may be captured
+        if gpu:
+            prepared: Any = runner  # its passes are captured
+            prepared.prepare(count * each for count, each in shapes)
             sweep()
         timings: list[Timings] = []
         start = time.perf_counter()

@@ -12,7 +12,8 @@ finding what an earlier round left there. OUTRIDER_POISON=1 does that in any pro
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from math import nan, prod
 from threading import Lock
 from typing import Any
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..machine import gc_paused
+from . import compiling
 
 Field = tuple[torch.dtype, tuple[int, ...]]
 _ALIGNMENT = 64  # bytes
@@ -53,6 +55,8 @@ class Driver:
         self.device, self.captures = device, device.type == "cuda"
         self.poisons = os.environ.get("OUTRIDER_POISON") == "1" if poisons is None else poisons
         self.stream = torch.cuda.current_stream(device) if self.captures else None
+        self._rehearsal: compiling.Rehearsal | None = None
+        self._waiting: list[Any] = []  # recordings to be captured when the rehearsal has ended
         if self.captures:  # all recordings share one memory pool: they never run at the same time
             self._pool = torch.cuda.graph_pool_handle()
             # torch cannot record into a pool whose recordings have all been dropped: this one is kept.
@@ -71,7 +75,33 @@ class Driver:
 
     def record(self, work: Callable[[], Any]) -> Any:
         """Work that is run by its `replay()`, which returns the result's tensors."""
-        return _Graph(work, self.device, self._pool) if self.captures else _Immediate(work)
+        if not self.captures:
+            return _Immediate(work)
+        graph = self._graph(work)
+        if self._rehearsal is None:
+            graph.capture()
+        else:
+            self._rehearsal(work)
+            self._waiting.append(graph)
+        return graph
+
+    def _graph(self, work: Callable[[], Any]) -> Any:
+        return _Graph(work, self.device, self._pool)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Recordings that are made inside are captured at its end, in their order, after their kernels have been
+        compiled side by side. None of them may be replayed before."""
+        if not self.captures or self._rehearsal is not None:
+            yield
+            return
+        try:
+            with compiling.rehearsal(self.device) as self._rehearsal:
+                yield
+            for graph in self._waiting:
+                graph.capture()
+        finally:
+            self._rehearsal, self._waiting = None, []
 
 
 class PinnedBuffer:
@@ -119,9 +149,15 @@ def _views(buffer: Tensor, fields: dict[str, Field]) -> dict[str, Tensor]:
 
 
 class _Graph:
-    """Work that was captured once and is replayed."""
+    """Work that is captured once and then replayed."""
 
     def __init__(self, work: Callable[[], Any], device: torch.device, pool: Any) -> None:
+        self._work: Callable[[], Any] | None = work
+        self._device, self._pool = device, pool
+
+    def capture(self) -> None:
+        assert self._work is not None
+        work, device, self._work = self._work, self._device, None  # it may hold what the recording does not need
         # Recorded work of the engine's own stream goes before that of other streams.
         own = torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
         stream = torch.cuda.Stream(device, priority=-1 if own else 0)
@@ -133,7 +169,7 @@ class _Graph:
             stream.synchronize()
             self._graph = torch.cuda.CUDAGraph()
             # By default a capture fails when another thread allocates; one may work in its own stream.
-            self._graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._result = work()
             finally:

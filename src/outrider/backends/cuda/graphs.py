@@ -17,7 +17,7 @@ each sequence ends and receives nothing: the tokens stay on the device (an *unre
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence as Listing
+from collections.abc import Iterable, Sequence as Listing
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -135,11 +135,16 @@ class Graphs:
 
     def warm(self, rows: int) -> None:
         """Record the passes of plain decoding up to this many rows, before requests arrive."""
-        for size in ROW_SIZES:
-            shape = PassShape(size, size, DEPTHS[0], False, WHOLE, ())
-            if size <= padded_size(rows) and shape not in self.passes:
-                self.passes[shape] = RecordedPass(self, shape)
+        self.prepare(size for size in ROW_SIZES if size <= padded_size(rows))
         self.state.clock.take_phases()  # belong to no step
+
+    def prepare(self, sizes: Iterable[int]) -> None:
+        """Record the passes of plain decoding over so many rows; their kernels are compiled side by side."""
+        with self.state.together():
+            for size in sorted({padded_size(rows) for rows in sizes}):
+                shape = PassShape(size, size, DEPTHS[0], False, WHOLE, ())
+                if shape not in self.passes:
+                    self.passes[shape] = RecordedPass(self, shape)
 
     def logits(self, batch: Batch, part: Part = WHOLE) -> Tensor:
         """Logits of the wanted rows [R, V], on the device, without waiting; empty for a part without logits."""

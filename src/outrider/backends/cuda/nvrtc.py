@@ -12,7 +12,7 @@ import logging
 import os
 import sys
 import tempfile
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...errors import ModelError
 from ...models.paths import cache_folder
+from . import compiling
 
 log = logging.getLogger("outrider.cuda")
 _ORDINARY_SHARED, _MAX_DYNAMIC_SHARED = 48 * 1024, 8  # bytes that need no permission; the attribute that gives it
@@ -38,6 +39,8 @@ class Kernel:
     ) -> None:
         """Tensors are given by their address, numbers as 32 bits. early: it may start before the kernel before
         it has ended, and waits for that itself."""
+        if compiling.rehearses():
+            return
         values = [_value(each) for each in arguments]
         places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         attribute = _Attribute(_EARLY, value=(ctypes.c_int * 16)(1))
@@ -93,9 +96,19 @@ def architecture(device: torch.device) -> str:
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device))
 
 
-@cache
 def kernel(source: str, name: str, options: tuple[str, ...], device: torch.device, shared: int = 0) -> Kernel:
-    """options: such as -DNAME=VALUE; shared: bytes of shared memory beyond what the source declares."""
+    """options: such as -DNAME=VALUE; shared: bytes of shared memory beyond what the source declares.
+
+    In a rehearsal its code is compiled beside others', and the kernel cannot be launched.
+    """
+    given = (source, options, architecture(device))
+    if compiling.ahead(given, partial(cubin, *given)):
+        return Kernel(ctypes.c_void_p(), shared)
+    return _loaded(source, name, options, device, shared)
+
+
+@cache
+def _loaded(source: str, name: str, options: tuple[str, ...], device: torch.device, shared: int) -> Kernel:
     code = cubin(source, options, architecture(device))
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):

@@ -121,6 +121,15 @@ class DeviceState:
             self.unread.copy_(unread)
         return recording
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """As `Driver.together`; unread tokens are restored at the end."""
+        with self.timed("record", 1.0):
+            unread = self.unread.clone()
+            with self.driver.together():
+                yield
+            self.unread.copy_(unread)
+
     def replay(self, phase: str, recording: Any, inputs: PinnedBuffer, share: float = 1.0) -> Any:
         """Send the inputs and run, without waiting. `share` is the part of the work that was requested."""
         with self.timed(phase, share):

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import compiling
 from . import attend_few, fused
 from .fused import packed_index
 from .launching import begin, launch_options
@@ -425,7 +426,8 @@ def few_agree(shape: attend_few.Heads, device: torch.device) -> bool:
     if (shape, device) not in _known:
         if torch.cuda.is_current_stream_capturing():
             return False
-        _known[shape, device] = _compare(shape, device)
+        with compiling.live():
+            _known[shape, device] = _compare(shape, device)
     return _known[shape, device]
 
 

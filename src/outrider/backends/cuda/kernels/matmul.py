@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ....models.config import GELU, SILU
 from ... import ops
+from .. import compiling
 from .launching import begin, launch_options
 from .wide import tiles_for, tiles_of, wide_product
 
@@ -281,6 +282,7 @@ def split_of(ins: int, splits: int, step: int = STEP) -> int:
 
 
 @cache
+@compiling.live()
 def many_rows_are_exact(device: torch.device) -> bool:
     """Whether tiles of many rows give the bits of a few on this device, tried once with random numbers.
 
