@@ -514,6 +514,7 @@ def build_engine(
         with captured.state.together():
             captured.warm(max(_WARM_ROWS, config.max_batch))
             captured.rounds.warm(prompt_rows)  # with what the drafter has recorded
+        captured.rounds.time_drafts()
     return engine
 
 

@@ -133,9 +133,38 @@ def test_auto_with_a_draft_model_is_never_slower(batch: int, machine: str) -> No
         assert plain(machine, batch) > 0.98 * run(machine, AutoWith(nature), batch), nature
 
 
-@pytest.mark.parametrize(("batch", "least"), [(1, 2.5), (16, 1.8)])
+@pytest.mark.parametrize(("batch", "least"), [(1, 2.5), (16, 2.0)])
 def test_auto_uses_a_good_draft_model(batch: int, least: float) -> None:
-    assert plain("stairs", batch) > least * run("stairs", AutoWith(model("stairs", 0.99, 0.99)), batch)
+    """Beside a GPU, where its recorded passes are timed beforehand."""
+    nature = replace(model("stairs", 0.99, 0.99), timed=True)
+    assert plain("stairs", batch) > least * run("stairs", AutoWith(nature), batch)
+
+
+STATED_CHAIN = (0.7, 0.5, 0.36, 0.26, 0.19, 0.14)
+
+
+@pytest.mark.parametrize("machine", ["flat", "stairs"])
+@pytest.mark.parametrize("batch", [1, 4, 16])
+def test_a_stated_head_whose_passes_are_timed_is_as_fast_as_with_the_best_fixed_k(batch: int, machine: str) -> None:
+    """It hardly drafted on a GPU: .992 x plain, where a tree of 24 made 1.69 x. A first call for one node was taken as
+    the price of each further one, and a trial of half a pass was never allowed."""
+    natures = [
+        Nature(right, call=call * pass_of(machine), depth=depth * pass_of(machine), timed=True, stated=STATED_CHAIN)
+        for right in (0.7, 0.8)
+        for call, depth in ((0.3, 0.0), (0.3, 0.1), (0.05, 0.05))
+    ]
+    for nature in natures:
+        best = min(run(machine, nature, batch, k=k) for k in (2, 4, 8, 16))
+        assert best > 0.9 * run(machine, nature, batch), nature
+
+
+@pytest.mark.parametrize("machine", ["flat", "stairs"])
+@pytest.mark.parametrize("batch", [1, 16, 64])
+def test_a_head_that_is_worse_than_stated_is_never_slower(batch: int, machine: str) -> None:
+    for call, depth in ((0.3, 0.1), (0.5, 0.0)):
+        costs = {"call": call * pass_of(machine), "depth": depth * pass_of(machine)}
+        nature = Nature(0.0, **costs, claim=0.9, timed=True, stated=STATED_CHAIN)
+        assert plain(machine, batch) > 0.98 * run(machine, nature, batch), nature
 
 
 STATED = (0.65, 0.44, 0.31, 0.22)

@@ -142,6 +142,11 @@ class Nature:
     easy: float | None = None  # share of positions at which it is right .92 of the time, else .25; its claims say so
     late: bool = False  # drafts nothing at the first request for a sequence: the target has not read the prompt yet
     stated: tuple[float, ...] = ()  # survival by depth that is known before its first call, with its costs
+    timed: bool = False  # its calls were timed before the first request, as a GPU's recorded drafts are
+
+    def seconds(self, sequences: int, depth: int) -> float:
+        """Of a call that has read everything."""
+        return self.call + self.sequence * sequences + self.depth * depth
 
     def survival(self, depth: int) -> float:
         return (self.claim or 0.0) ** (depth + 1)
@@ -156,6 +161,9 @@ class Invented(Drafter):
         super().__init__(None)
         self.world, self.texts, self.nature = world, texts, nature
         forecast = Forecast(nature.stated, nature.call + 1.6 * nature.depth, nature.read) if nature.stated else None
+        if nature.timed:
+            calls = tuple((n, k, nature.seconds(n, k)) for n in COUNTS for k in (1, 16))
+            forecast = Forecast(nature.stated, calls=calls)
         self.traits = Traits(self_limiting=nature.self_limiting, forecast=forecast)
         if nature.read:
             self.traits = replace(self.traits, backlog=self.backlog)
@@ -176,7 +184,7 @@ class Invented(Drafter):
         late = sum(max(self.backlog(seq) - 4, 0) for seq in request.seqs)
         self.seen |= {seq.id: len(seq.tokens) for seq in request.seqs}
         depth = max(len(tree.tokens) for tree in trees)
-        self.world.work(nature.call + nature.sequence * len(trees) + nature.depth * depth + nature.read * late)
+        self.world.work(nature.seconds(len(trees), depth) + nature.read * late)
         return Draft.pack(trees)
 
     def _stopped(self, tree: Tree, below: float) -> Tree:

@@ -145,7 +145,7 @@ class Adaptive(Controller):
             return turns
         self._learn_plain()
         self.turns, self.traits, self.tried, self.stop_below, self.is_cheap = turns, traits, set(), 0.0, False
-        self.credit.admit(len(turns), traits.forecast is not None)
+        self.credit.admit(len(turns), traits.forecast is not None and bool(traits.forecast.survival))
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
         free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
         rooms = {} if paused else self._rooms(free)
@@ -194,15 +194,16 @@ class Adaptive(Controller):
         return dict.fromkeys((seq.id for seq in seqs), free)
 
     def _foresee(self, calls: DraftCosts) -> bool:
-        """Begin with what is known of the drafter's calls, if anything: a first one may be several times slower."""
+        """Begin with what is known of the drafter, if anything: a first call may be several times slower than others.
+        Returns whether that is enough to plan with."""
         forecast = self.traits.forecast
-        if forecast is None or not forecast.calls:
+        if forecast is None:
             return False
-        for k, seconds in forecast.calls:
-            calls.add(1, k, seconds)
-        if not self.overall.added:
+        for call in forecast.calls if not calls.lines else ():
+            calls.foresee(*call)
+        if not self.overall.ranks:
             self.overall.foresee(forecast.survival, self.FORESEEN)
-        return True
+        return bool(forecast.calls and forecast.survival)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
         """The same where drafting costs time: by the acceptance at each depth. Where nothing is expected to pay but a
@@ -219,7 +220,7 @@ class Adaptive(Controller):
         if not self._plan(seqs, line, certain=True):
             return self._refuse(HOPELESS)
         seqs = sorted(seqs, key=lambda seq: -self._expected(seq)[0])
-        trial, chance = 2 * self.prices.price(min(count, self._probed(seqs)), line(1)), self._expected(seqs[0])[0]
+        trial, chance = self.prices.price(min(count, self._probed(seqs)), line(1)), self._expected(seqs[0])[0]
         if trial <= self.prices.limit:
             return self._try(seqs)
         return self._refuse(_odds(chance, break_even), trial if chance < break_even else self.prices.price(1, line(1)))
@@ -273,8 +274,7 @@ class Adaptive(Controller):
         best = self.prices.best((-minus for minus, _ in nodes), limit)
         kept = Counter(i for _, i in nodes[:best])
         for i, tree in trees if self.tried else ():
-            is_tried = turns[i].seq.id in self.tried and not kept[i]
-            if is_tried and self.prices.price(len(tree.tokens)) <= self.prices.limit:
+            if turns[i].seq.id in self.tried:
                 kept[i] = len(tree.tokens)
         if best:
             self._expect(f"{best} of {len(nodes)} drafted", -sum(minus for minus, _ in nodes[:best]))

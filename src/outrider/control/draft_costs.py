@@ -36,13 +36,17 @@ class DraftCosts:
 
     def __init__(self) -> None:
         self.lines: dict[int, Line] = defaultdict(Line)  # by the bit length of the number of sequences
-        self.count = 0
+        self.count = 0  # calls
 
     def add(self, sequences: int, k: int, seconds: float) -> None:
         self.count += 1
+        self.foresee(sequences, k, seconds)
+
+    def foresee(self, sequences: int, k: int, seconds: float) -> None:
+        """A call that was timed before anybody asked for a draft."""
         self.lines[sequences.bit_length()].add(k, seconds)
 
     def line(self, sequences: int) -> Line:
-        """That of the nearest known batch, after the first call."""
+        """That of the nearest known batch, if anything is known."""
         size = sequences.bit_length()
         return self.lines[min(self.lines, key=lambda known: abs(known - size))]

@@ -34,6 +34,8 @@ NO_LIMIT = 1 << 30  # sequences
 LEVELS = (0.25, 0.5, 1.0, 2.0, 4.0)  # edges of the classes of claims that are scored separately
 DEFAULT_CONFIDENCE = 0.5  # of each node, where a drafter claims no survival
 DECAY = 0.99  # of a call's cost for each step without a call
+FIRST_READ = 2  # sequences of a batch whose prompts are read at first
+NEW_ROWS = 16  # unread tokens from which on a sequence is a new one to a drafter
 READ_PER_CALL = 4  # unread tokens of each sequence at an ordinary call: those of the last steps
 READ_GUESS = 0.05  # price of reading a token, in rows of the target, before any was read
 REMAINING_STEPS = 32  # that an answer is expected to last, if its limit allows
@@ -106,11 +108,15 @@ class CostStatistics:
     since_trial: float = 0.0  # tokens emitted
 
     def begin(self, forecast: Forecast) -> None:
-        """Start from what is known; it counts as FORESEEN drafts and one call."""
-        self.claims, self.drafts = list(forecast.survival) or self.claims, FORESEEN
-        for k in (1, FORESEEN):  # whatever the length: it is that of an ordinary call
-            self.calls.add(1, k, forecast.call)
-        self.read_seconds.add(forecast.read)
+        """Start from what is known: acceptance counts as FORESEEN drafts."""
+        if forecast.survival:
+            self.claims, self.drafts = list(forecast.survival), FORESEEN
+            self.outcomes.foresee(forecast.survival, FORESEEN)
+        ordinary = () if forecast.call is None else ((1, 1, forecast.call), (1, FORESEEN, forecast.call))
+        for call in forecast.calls or ordinary:
+            self.calls.foresee(*call)
+        if forecast.read is not None:
+            self.read_seconds.add(forecast.read)
 
     def add_claims(self, claims: list[float], length: int) -> None:
         """The claims of its latest draft of up to `length` tokens, likeliest first; what it left out counts as 0."""
@@ -124,7 +130,7 @@ class CostStatistics:
     def expected_survival(self, depths: int) -> list[float]:
         """By depth: its usual claims, or the outcomes of its drafts where it claims nothing. Beyond the depths that it
         has drafted, each survives as often as the last known ones do given the ones before."""
-        if self.outcomes.added:
+        if self.outcomes.added:  # beginning with what was foreseen
             return self.outcomes.expected_survival(depths)
         last = self.claims[-1]
         rate = min(last, 1.0) ** (1 / len(self.claims))
@@ -139,9 +145,14 @@ class CostStatistics:
             self.calls.add(sequences, k, seconds)
 
     @property
+    def tried(self) -> bool:
+        """Whether its calls have been timed, and it has been called or its acceptance is stated."""
+        return self.known and self.calls.count + self.drafts > 0
+
+    @property
     def known(self) -> bool:
         """Whether a call has been timed."""
-        return self.calls.count > 0
+        return len(self.calls.lines) > 0
 
     def call_cost(self, sequences: int, k: int) -> float:
         """Seconds of a call; 0 before the first. It decays without calls: a cost measured in a busy moment must not
@@ -299,7 +310,7 @@ class Auto(Cascade):
             return []
         if drafter.traits.forecast is not None:
             self._foresee(drafter.name, drafter.traits.forecast)
-        if not stats.known and self.prices.speed:
+        if not stats.tried and self.prices.speed:
             return self._first_call(drafter, seqs) if self.taps_on else []
         length = self._length(drafter, max(budgets), len(seqs))
         gains = [self._gain(drafter, seq, min(b, length)) for seq, b in zip(seqs, budgets, strict=True)]
@@ -307,14 +318,22 @@ class Auto(Cascade):
         cost = self.prices.speed * stats.call_cost(len(gaining), length)
         if gaining and sum(gains[i] for i in gaining) > cost and cost <= self.prices.limit:
             self.worthwhile = True
-            return gaining
+            return self._few_new(drafter, seqs, gaining)
         return self._trial(drafter, seqs) if self.taps_on else []  # without taps a trial proves nothing
+
+    def _few_new(self, drafter: Drafter, seqs: list[Sequence], gaining: list[int]) -> list[int]:
+        """Those whose prompts it has read, and as many others: a batch is read while the evidence doubles."""
+        new = [i for i in gaining if drafter.traits.backlog(seqs[i]) > NEW_ROWS]
+        most = max(len(gaining) - len(new), FIRST_READ)
+        late = set(sorted(new, key=lambda i: drafter.traits.backlog(seqs[i]))[most:])
+        return [i for i in gaining if i not in late]
 
     def _foresee(self, name: str, forecast: Forecast) -> None:
         """Start from what is known of a drafter: a few unlucky drafts weigh less than many that were measured."""
         if not self.costs[name].known:
             self.costs[name].begin(forecast)
-            self.trust_in[name] = Trust(FORESEEN, 0.9 * FORESEEN)
+            if forecast.survival:
+                self.trust_in[name] = Trust(FORESEEN, 0.9 * FORESEEN)
 
     def _first_call(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
         """For one sequence, that with least to read, where reading should cost no more than any draft may: a batch must

@@ -98,17 +98,17 @@ class SmallModel(Drafter):
     def _forecast(self) -> Forecast | None:
         """Its acceptance as its folder states it, and the seconds of its calls, measured with a scratch token. They
         bring its weights into memory, too: the first draft of a text would seem slower than it is."""
-        cache, seq, calls = self.space.cache, Sequence(SCRATCH, [1]), list[tuple[int, float]]()
+        cache, seq, calls = self.space.cache, Sequence(SCRATCH, [1]), list[tuple[int, int, float]]()
         cache.open(seq)
         try:
             if not cache.reserve(seq, 1, max(FORESEEN)):
                 return None
             for tokens in FORESEEN:
-                calls.append((tokens, min(self._call_seconds(seq, tokens) for _ in range(SCRATCH_CALLS))))
+                calls.append((1, tokens, min(self._call_seconds(seq, tokens) for _ in range(SCRATCH_CALLS))))
         finally:
             cache.free(seq)
         survival = tuple(accumulate(self.acceptance, mul))
-        return Forecast(survival, calls[-1][1], 0.0, tuple(calls)) if survival else None
+        return Forecast(survival, calls[-1][2], 0.0, tuple(calls)) if survival else None
 
     def _call_seconds(self, seq: Sequence, tokens: int) -> float:
         begin = time.perf_counter()
@@ -120,7 +120,7 @@ class SmallModel(Drafter):
             self.unread = rounds.draft_with(
                 self.model, self.rollout.plane, self.rollout.part, self.rollout.again, self.name
             )
-            self.traits = replace(self.traits, late=True)
+            self.traits = self.traits.in_rounds(rounds.calls)
 
     def draft(self, request: DraftRequest) -> Draft:
         seqs, budgets = request.seqs, request.budgets

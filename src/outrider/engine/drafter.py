@@ -8,7 +8,7 @@ correctness: skipping, delaying, repeating or crashing in any of these calls lea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Protocol
@@ -68,13 +68,16 @@ class Memory(NamedTuple):
     kv: int = 0
 
 
-class Forecast(NamedTuple):
-    """What is known of a drafter before its first call."""
+Call = tuple[int, int, float]  # sequences, nodes for each of them, seconds
 
-    survival: tuple[float, ...]  # of its nodes by depth, as its maker measured it
-    call: float  # seconds of an ordinary call, measured on this machine
-    read: float  # seconds for each token of a prompt that it must read first
-    calls: tuple[tuple[int, float], ...] = ()  # nodes and seconds of calls, where these depend on the nodes
+
+class Forecast(NamedTuple):
+    """What is known of a drafter before its first call. Seconds are measured on this machine."""
+
+    survival: tuple[float, ...] = ()  # of its nodes by depth, as its maker measured it
+    call: float | None = None  # seconds of an ordinary call
+    read: float | None = None  # seconds for each token of a prompt that it must read first
+    calls: Collection[Call] = ()  # that were timed before the first request
 
 
 class Learning(Protocol):
@@ -111,6 +114,10 @@ class Traits:
     auto: Callable[[Any], bool] | None = None  # workspace -> whether `auto` uses it; None: never
     trial: Callable[[Any], dict[str, Any]] = lambda target: {}  # options with which it runs on any target
 
+    def in_rounds(self, calls: Collection[Call]) -> Traits:
+        """Those of a drafter whose passes are recorded in rounds, which time their calls before the first request."""
+        return replace(self, late=True, forecast=(self.forecast or Forecast())._replace(calls=calls))
+
 
 class Drafter:
     """Only `draft` is mandatory. Built with a `drafters.Workspace`."""
@@ -128,8 +135,8 @@ class Drafter:
     def record(self, rounds: Any) -> None:
         """A GPU runs rounds (`backends.cuda.rounds.Rounds`), into which passes and kernels can be recorded.
 
-        A drafter that does so has the trait `late` from then on. Where a request says `in_round`, it returns an unread
-        chain of the wanted length (`asked`) for each sequence that these passes are to draft for.
+        A drafter that does so has the traits `Traits.in_rounds` from then on. Where a request says `in_round`, it
+        returns an unread chain of the wanted length (`asked`) for each sequence that these passes are to draft for.
         """
 
     def begin(self, seq: Sequence) -> None:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ...engine.cache import Plane, Row
+from ...engine.drafter import Call
 from ...engine.rounds import RoundResult, is_asked
 from ...engine.sampling import adjusts, filters, log_probabilities, token_logprobs
 from ...types import Sequence, TokenLogprob, Tree, Turn
@@ -54,6 +55,7 @@ PROMPT_SIZES = (
     8192,
 )  # of one with prompts
 CHAIN = 31  # tokens of chains that are recorded beforehand: the most that pay
+TIMED = 16  # tokens of a long draft, which is timed beforehand
 EACH = ("lines", "feeds", "budgets", "asks", "late_at", "late_count")  # one number for each sequence
 PATCHES = 2048  # table entries that a round can update
 TOP = 20  # alternatives that a round reports beside a token: the most that OpenAI's API allows
@@ -108,6 +110,10 @@ class RecordedDrafts(Protocol):
 
     def warm(self, lanes: int) -> None:
         """Record what drafts for so many sequences, before requests arrive."""
+        ...
+
+    def recorded(self, lanes: int, tokens: int) -> Any:
+        """What drafts so many tokens for so many sequences that lack a few rows."""
         ...
 
     def passes(self, turns: Listing[Turn], rows: list[Row], asks: list[int]) -> list[tuple[str, Any, int]]:
@@ -188,6 +194,7 @@ class Rounds:
         self.lookup: Lookup | None = None  # drafts from a sequence's own text
         self.drafts: RecordedDrafts | None = None  # of a model or a head
         self.trees = False  # whether recorded drafts may have branches
+        self.calls: list[Call] = []  # of recorded drafts, once these have been timed
         self.capacity = lanes_for(graphs.state.batch)  # sequences in a round
         each = (I32, (self.capacity,))
         fields: dict[str, Field] = dict.fromkeys(EACH, each) | {"late": (I32, (self.capacity, LATE_TOKENS))}
@@ -240,6 +247,23 @@ class Rounds:
         if self.drafts is not None:
             for lanes in (n for n in LANES if n <= self.capacity):
                 self.drafts.warm(lanes)
+
+    def time_drafts(self) -> None:
+        """Time recorded drafts, on a device with a clock: by powers of two of sequences, for one token and for many."""
+        if self.drafts is None or not self.state.driver.captures:
+            return
+        sizes = [2**i for i in range(self.capacity.bit_length())]
+        calls = [(n, k, self.drafts.recorded(lanes_for(n), k)) for n in sizes for k in (1, TIMED)]
+        self.calls[:] = [(n, k, min(self._seconds(recording) for _ in range(3))) for n, k, recording in calls]
+
+    def _seconds(self, recording: Any) -> float:
+        driver = self.state.driver
+        start, end = driver.event(), driver.event()
+        start.record(driver.stream)
+        recording.replay()
+        end.record(driver.stream)
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1e3
 
     def start(self, turns: Listing[Turn], late: Listing[Tree]) -> PendingRound:
         """Start a round, without waiting. Slots of every turn are reserved; late[i] follows what the host has read of
@@ -459,8 +483,11 @@ class DraftChains:
         if self.again > 1:  # else the plane is the target's
             self.plane.advance(seq.id, tokens)
 
+    def recorded(self, lanes: int, tokens: int) -> Any:
+        return self._chain(lanes, False).upto(tokens)
+
     def warm(self, lanes: int) -> None:
-        self._chain(lanes, False).upto(CHAIN)
+        self.recorded(lanes, CHAIN)
         for rows in READINGS if self.again > 1 else ():
             self._reading(rows)
 

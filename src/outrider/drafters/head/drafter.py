@@ -189,7 +189,6 @@ class TrainedHead(Drafter):
         floor = space.option("stop_below", default=None)
         self.pace = Pace(None if floor is None else float(floor))
         unread = graphs is not None and not self.tree
-        forecast = self._forecast() if head.device.type == "cpu" else None
         self.traits = replace(
             self.traits,
             taps=taps,
@@ -197,7 +196,7 @@ class TrainedHead(Drafter):
             unread=unread,
             self_limiting=head.device.type == "cpu" and not (self.tree or unread),
             backlog=partial(_backlog, plane),  # traits that refer to `self` would keep it beyond its last user
-            forecast=forecast,
+            forecast=self._forecast(),
             memory=partial(_memory, self.rollout, space.target),
         )
         self.reads = False  # whether the latest draft read a prompt: its seconds are no token's
@@ -228,7 +227,7 @@ class TrainedHead(Drafter):
         if tree or not self.tree:
             shape = self.shape_in_rounds if tree else ()
             rounds.drafts, self.unread = HeadRounds(rounds, heads, *shape), rounds.state.unread
-            self.traits = replace(self.traits, late=True)
+            self.traits = self.traits.in_rounds(rounds.calls)
 
     def draft(self, request: DraftRequest) -> Draft:
         self.rollout.passes_run = 0
@@ -263,6 +262,9 @@ class TrainedHead(Drafter):
         rollout, cache = self.rollout, self.space.cache
         if not isinstance(rollout, HeadRollout) or not rollout.head.config.acceptance:
             return None
+        survival = tuple(accumulate(rollout.head.config.acceptance, mul))
+        if rollout.head.device.type != "cpu":  # there the recorded passes are timed
+            return Forecast(survival)
         seq = Sequence(SCRATCH, [1] * min(SCRATCH_ROWS, cache.length - 2))
         cache.open(seq)
         try:
@@ -272,7 +274,6 @@ class TrainedHead(Drafter):
             long, short, further = (_seconds(rollout.committed, seq, *shape) for shape in shapes)
         finally:
             cache.free(seq)
-        survival = tuple(accumulate(rollout.head.config.acceptance, mul))
         for tokens, seconds in ((1, short), (2, further)):
             self.pace.drafts.add(tokens, seconds)
         more = sum(chance for chance in survival if chance > INITIAL_FLOOR)

@@ -28,6 +28,8 @@ from ...engine.sampling import filters
 from ...types import Sequence, Turn
 from .captured import FEEDS, LANE, HeadGraphs, HeadShape, TreePass, feed_size
 
+FEW_ROWS = 4  # of a sequence, which a first pass usually feeds: those of the latest step
+
 
 @dataclass(frozen=True)
 class DraftShape:
@@ -69,6 +71,9 @@ class HeadRounds:
         for rows in FEEDS:
             self._recorded(DraftShape(lanes, rows, False), CHAIN)
         self._read_more()
+
+    def recorded(self, lanes: int, tokens: int) -> Any:
+        return self._recorded(DraftShape(lanes, feed_size(FEW_ROWS * lanes), False), tokens)
 
     def passes(self, turns: Listing[Turn], rows: list[Row], asks: list[int]) -> list[tuple[str, Any, int]]:
         """A sequence whose prompt ends with this round has no features yet: it is drafted for in the next one."""

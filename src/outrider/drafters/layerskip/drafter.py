@@ -58,7 +58,7 @@ class LayerSkip(Drafter):
             self.unread = rounds.draft_with(
                 self.rollout.model, self.rollout.plane, self.rollout.part, self.rollout.again, self.name
             )
-            self.traits = replace(self.traits, late=True)
+            self.traits = self.traits.in_rounds(rounds.calls)
 
     def draft(self, request: DraftRequest) -> Draft:
         if request.in_round:
