@@ -24,11 +24,13 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before anybody imports triton; see kernels.py
 
 from outrider import LLM, drafters
+from outrider.backends.machine import prepare
 
 from support import everyday, examples, tiny  # noqa: F401 - profiles exist before the command line chooses one
 
 pytest_plugins = ("support.browser", "support.native_builds", "support.pages", "pytester")
 torch.set_num_threads(1)
+prepare()  # before the first product of any test, as an LLM does in a process of its own
 
 
 @pytest.hookimpl(tryfirst=True)  # before the command line's -m selects

@@ -1,4 +1,4 @@
-"""A processor that advertises AMX and faults on it must just work, and nobody should have to know."""
+"""A processor with AMX must give exact rows, one that faults on it must just work, and nobody should have to know."""
 
 from __future__ import annotations
 
@@ -31,35 +31,46 @@ def child(monkeypatch: pytest.MonkeyPatch, survives: bool) -> list[int]:
     return calls
 
 
-def test_a_fault_caps_onednn_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = child(monkeypatch, survives=False)
+def test_amx_is_never_used_for_exact_rows() -> None:
     machine.prepare()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
+
+
+def test_a_fault_caps_onednn_and_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = child(monkeypatch, survives=False)
+    machine.prepare_faulty()
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
-    machine.prepare()
+    machine.prepare_faulty()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX512_CORE_BF16"
     assert len(calls) == 1
 
 
-def test_working_amx_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_working_amx_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     child(monkeypatch, survives=True)
-    machine.prepare()
+    machine.prepare_faulty()
     assert "ONEDNN_MAX_CPU_ISA" not in os.environ
 
 
-def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+PREPARE = pytest.mark.parametrize("name", ["prepare", "prepare_faulty"])
+
+
+@PREPARE
+def test_what_the_user_has_set_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     calls = child(monkeypatch, survives=False)
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "DEFAULT")
-    machine.prepare()
+    getattr(machine, name)()
     assert os.environ["ONEDNN_MAX_CPU_ISA"] == "DEFAULT"
     assert not calls
 
 
-def test_without_amx_nothing_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+@PREPARE
+def test_without_amx_nothing_is_tried(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx2"}))
     calls = child(monkeypatch, survives=False)
-    machine.prepare()
+    getattr(machine, name)()
     assert not calls
+    assert "ONEDNN_MAX_CPU_ISA" not in os.environ
 
 
 @pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
-from outrider.backends import linear as linear_module, ops
+from outrider.backends import linear as linear_module, machine, ops
 from outrider.backends.rows import Rows
 from outrider.models.config import CLAMPED, ERF_GELU, RELU, SILU
 
@@ -493,6 +497,38 @@ def test_products_of_any_number_of_rows(
                 assert _same(product(x[:count]), whole[:count])
                 assert _same(product(x[-count:]), whole[-count:])
             assert _same(product.first(x, outputs // 2 + 1), whole[:, : outputs // 2 + 1])
+
+
+EXACT_ROWS = """
+import torch
+from outrider.backends.linear import linear
+
+random = torch.Generator().manual_seed(3)
+for outputs, inputs in ((960, 576), (576, 1536), (2048, 1536)):
+    weight, x = (torch.randn(n, inputs, generator=random).bfloat16() for n in (outputs, 160))
+    product = linear(weight)
+    assert product.exact
+    whole = product(x)
+    for count in (1, 2, 4, 15, 16, 31, 33, 48, 64, 65, 100):
+        assert torch.equal(product(x[:count]), whole[:count]), (outputs, inputs, count)
+print(type(product).__name__)
+"""
+
+
+@pytest.mark.parametrize("isa", ["", "DEFAULT"])
+def test_large_products_in_bfloat16_are_exact_whatever_the_processor_has(isa: str) -> None:
+    """With AMX oneDNN gave a row other bits from 33 rows on, and batches gave other texts than plain decoding."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported() and ops._kernels() is None:
+        pytest.skip("there are no exact products in bfloat16 on this machine")
+    environment = {name: value for name, value in os.environ.items() if name != "ONEDNN_MAX_CPU_ISA"}
+    environment |= {"ONEDNN_MAX_CPU_ISA": isa} if isa else {}
+    before = "" if isa else "from outrider.backends.machine import prepare\nprepare()\n"
+    command = [sys.executable, "-c", before + EXACT_ROWS]
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert child.returncode != -signal.SIGILL or isa, "oneDNN used an instruction that faults here"
+    if child.returncode != -signal.SIGILL:  # the user has asked for AMX on a machine where it faults
+        assert child.returncode == 0, child.stderr
+        assert isa or "amx_tile" not in machine.cpu_flags() or child.stdout.strip() == "Linear"
 
 
 @settings(deadline=None)

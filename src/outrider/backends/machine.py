@@ -1,8 +1,9 @@
 """Facts about this machine and settings of this process: CPU features, devices, the garbage collector.
 
-Some virtual machines advertise AMX and fault on it (SIGILL): oneDNN would then end the process in the first bfloat16 or
-int8 product. `prepare()` tries one in a child process, once per machine, and caps oneDNN if the child dies. It must run
-before the first product of this process.
+With AMX a row of oneDNN's bfloat16 products depends on how many rows share the call, and some virtual machines
+advertise AMX and fault on it (SIGILL). `prepare()` keeps oneDNN to AVX-512 on such processors; it must run before the
+first product of this process. For programs that promise no exact rows (vLLM), `prepare_faulty()` does so only where AMX
+faults: it tries a product in a child process, once per machine.
 """
 
 from __future__ import annotations
@@ -37,10 +38,14 @@ torch.matmul(x.bfloat16(), w.bfloat16())
 
 
 def prepare() -> None:
+    """Make bfloat16 products safe, and their rows exact, in this process. What the user has set stays."""
+    if "amx_tile" in cpu_flags():
+        os.environ.setdefault("ONEDNN_MAX_CPU_ISA", _CAP)
+
+
+def prepare_faulty() -> None:
     """Make bfloat16 and int8 products safe in this process. Cheap after the first time on a machine."""
-    if "ONEDNN_MAX_CPU_ISA" in os.environ or "amx_tile" not in cpu_flags():
-        return
-    if not _amx_works():
+    if "ONEDNN_MAX_CPU_ISA" not in os.environ and "amx_tile" in cpu_flags() and not _amx_works():
         os.environ["ONEDNN_MAX_CPU_ISA"] = _CAP
 
 

@@ -339,7 +339,7 @@ def _hardware_hints(facts: Facts) -> Iterator[str]:
         elif omp.get("OMP_WAIT_POLICY", "").lower() == "passive":
             yield "OMP_WAIT_POLICY=passive makes threads sleep between small operations: unset it."
         if env.get("amx") and cap:
-            yield f"The processor advertises AMX, but oneDNN is capped at {cap} (AMX faults on some virtual machines)."
+            yield f"oneDNN is kept to {cap}: with AMX a row's bits depend on its neighbours."
     if load is not None and load > cores + 0.5:
         yield f"The machine is busy (load {load:g} on {cores} cores): these timings are rough, run it again later."
 

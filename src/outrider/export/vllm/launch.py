@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ...backends.machine import prepare
+from ...backends.machine import prepare_faulty
 from ...errors import ConfigError, OutriderError
 from ...models.checkpoint import Checkpoint
 from ...models.paths import cache_folder
@@ -120,7 +120,7 @@ def _environment(keys: tuple[str, ...]) -> dict[str, str]:
     """This process's environment with our settings; oneDNN is capped where AMX is advertised and faults."""
     if len(keys) > 1:
         raise ConfigError("vLLM takes one key from its environment; give one --api-key.")
-    prepare()
+    prepare_faulty()
     environment = dict(os.environ)
     environment["VLLM_PLUGINS"] = ",".join(_plugins(environment.get("VLLM_PLUGINS")))
     if keys:
