@@ -187,6 +187,10 @@ class Contender:
         reached = sum(s.reached for s in self.stats)
         return sum(s.accepted for s in self.stats) / reached if reached else None
 
+    def recorded(self, prompt: int) -> float:
+        """Seconds of timed requests in which passes were captured."""
+        return sum(step.device.get("record", 0.0) for run in self.runs[prompt] for step in run.steps)
+
     def ratio(self, plain: Contender, indices: list[int]) -> float | None:
         own, base = self.over(indices), plain.over(indices)
         return own / base if own and base else None
@@ -246,6 +250,7 @@ def figures(c: Contender, plain: Contender | None = None) -> dict[str, Any]:
         "rounds": min((len(c.runs[q]) for q in indices), default=0),
         "tau": c.tau,
         "alpha": c.alpha,
+        "record_s": sum(c.recorded(q) for q in indices),
     }
     if plain is not None and plain is not c:
         found |= {"ratio": c.ratio(plain, indices), "texts": len(indices), "divergent_texts": len(c.differs(plain))}

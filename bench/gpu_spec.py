@@ -37,6 +37,7 @@ def all_contenders(lab: Lab) -> list[Contender]:
     """Plain decoding and the selected contenders; each engine takes memory, and time to capture graphs."""
     ks = [int(k) for k in lab.options.k.split(",") if k]
     entries: list[Entry] = [(name, name, "auto", {}) for name in FREE]
+    entries.append(("auto, no head", "auto", "auto", {"auto": list(FREE[:2])}))
     entries += [(f"{name} K={k}", name, k, {}) for name in FREE[:2] for k in ks]
     if lab.draft is not None:
         entries += [(f"model K={k}", "model", k, {}) for k in ks] + [("model auto", "model", "auto", {})]
@@ -73,7 +74,15 @@ def by_kind(c: Contender, plain: Contender, prompts: list[EncodedPrompt]) -> dic
     kinds: dict[str, list[int]] = defaultdict(list)
     for q in c.indices:
         kinds[prompts[q].category].append(q)
-    return {k: {"tok_s": c.over(of), "ratio": c.ratio(plain, of), "tau": c.tau_of(of)} for k, of in kinds.items()}
+    return {
+        k: {
+            "tok_s": c.over(of),
+            "ratio": c.ratio(plain, of),
+            "request_ratio": c.whole(of) / plain.whole(of),
+            "tau": c.tau_of(of),
+        }
+        for k, of in kinds.items()
+    }
 
 
 def ideal(c: Contender, costs: dict[tuple[int, int], float]) -> dict[str, Any]:
@@ -107,10 +116,10 @@ def show(lab: Lab, found: dict[str, Any]) -> None:
     kinds = list(rows["plain"]["by_kind"])
     lab.table(
         f"One sequence, T = {lab.options.temperature:g}, {found['prompts']} prompts, {found['whole_rounds']} rounds",
-        ("contender", "tok/s", "median", "requests", "× plain", "τ", "α", "other texts"),
+        ("contender", "tok/s", "median", "requests", "× plain", "τ", "α", "recorded ms", "other texts"),
         [
             (name, r["tok_s"], r["median_tok_s"], r["request_tok_s"], r.get("ratio"), r["tau"], r["alpha"],
-             f"{r['divergent_texts']} of {r['texts']}" if "texts" in r else "")
+             r["record_s"] * 1e3, f"{r['divergent_texts']} of {r['texts']}" if "texts" in r else "")
             for name, r in rows.items()
         ],
     )  # fmt: skip
