@@ -35,7 +35,7 @@ from outrider.backends.cuda.state import DeviceState
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.control.adaptive import Adaptive, Fixed
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.drafters import Workspace, make
 from outrider.engine.cache import Cache
 from outrider.engine.scheduler import Scheduler

@@ -88,6 +88,18 @@ class Turn(NamedTuple):
             return self
         return Turn(self.seq, self.feed, self.whole, budget, request_only)
 
+    def room(self, k: int, block: int = 1) -> int:
+        """At most k nodes, within the request's limit and the tokens that it may still emit before the bonus.
+
+        Where the target runs whole blocks of positions, no draft reaches into the next block: that would take a second
+        pass, which the next step makes anyway, with one more token and a new draft.
+        """
+        seq = self.seq
+        if not (self.whole and seq.speculate):
+            return 0
+        most = min(k, seq.room - 1, k if seq.most_drafted is None else seq.most_drafted)
+        return max(most if block == 1 else min(most, block - 1 - (len(seq.tokens) - 1) % block), 0)
+
     @property
     def asks_drafter(self) -> bool:
         return self.budget > 0 and not self.request_only

@@ -12,7 +12,7 @@ import pytest
 
 from outrider.control.acceptance import AcceptanceStats
 from outrider.control.adaptive import Adaptive
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Traits, Workspace
 from outrider.drafters.auto import FIRST_PAUSE, Auto, CostStatistics, Trust, settled, value
 from outrider.engine.cache import Cache

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive, Fixed
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.drafters import Traits
 from outrider.errors import ConfigError
 from outrider.llm import build_engine

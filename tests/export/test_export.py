@@ -22,7 +22,7 @@ from outrider.backends.rows import rows_of
 from outrider.backends.toy import RandomWeights
 from outrider.backends.transformer import Transformer
 from outrider.cli.app import app
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache
 from outrider.errors import ConfigError, ModelError

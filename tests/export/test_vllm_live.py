@@ -173,7 +173,7 @@ def test_vllm_takes_our_tables() -> None:
     """K by batch size, by vLLM's own reader: every batch size has the K that the table says, zero included."""
     from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
 
-    from outrider.control.pass_costs import PassCosts
+    from outrider.control.costs import PassCosts
     from outrider.export.engines import vllm_speculative_config
     from outrider.export.plan import ExportPlan, Measured, k_by_batch
 

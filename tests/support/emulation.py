@@ -16,7 +16,7 @@ import torch
 from outrider.backends.toy import toy
 from outrider.control import Controller
 from outrider.control.adaptive import Adaptive, Fixed
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.drafters import Drafter, DraftRequest, Forecast, Traits, Workspace, make
 from outrider.drafters.auto import Auto
 from outrider.engine.cache import Cache

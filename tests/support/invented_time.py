@@ -14,7 +14,7 @@ from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.state import DeviceState
 from outrider.control import Controller
 from outrider.control.adaptive import Adaptive, Fixed
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.drafters import Workspace, make
 from outrider.engine.cache import Cache
 from outrider.engine.scheduler import Scheduler

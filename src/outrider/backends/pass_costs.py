@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..control.pass_costs import PassCosts, Seconds
+from ..control.costs import PassCosts, Seconds
 from ..engine.batch import BatchBuilder
 from ..engine.cache import Cache
 from ..engine.step import Runner

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate, pairwise, takewhile
+from itertools import accumulate, pairwise
 from operator import mul
 
 from ..types import ACCEPTED, REJECTED, REQUEST_DRAFTS, Tree
@@ -40,7 +40,7 @@ class AcceptanceStats:
         self.fade = 0.98 if wider else 0.995  # the last fifty trials of a sequence count, and two hundred of all
         self.claims: dict[tuple[str, int], Rate] = defaultdict(Rate)  # by (source, class of EDGES)
         self.ranks: list[Rate] = []  # by a node's place in its draft: in a chain, its depth
-        self.source, self.branches = "", False  # of the drafter's latest draft; whether it has made trees
+        self.branches = False  # whether the drafter has made trees
         self.added = 0  # drafts
         self._expected: list[float] = []  # for so many nodes, after so many drafts of its own and of all:
         self._expected_at = (-1, 0, 0)
@@ -51,20 +51,12 @@ class AcceptanceStats:
         rate = self.claims.get((source, bisect_right(self.EDGES, claim)))
         return prior if rate is None else rate.estimate(prior)
 
-    def lowest_claim(self, survival: float) -> float:
-        """The lowest claim of the drafter down to which all nodes survive this often."""
-        claims = sorted((survival, *self.EDGES), reverse=True)
-        often = takewhile(lambda claim: self.survival(claim, self.source) >= survival, claims)
-        return min(often, default=claims[0])
-
     def rates(self, nodes: int) -> list[float]:
         """Of each node of a draft: how many survive for each one before it that survives."""
         priors = self.wider.rates(nodes) if self.wider else []
         rates, last, survival = list[float](), self.FIRST, 1.0
         for rank in range(nodes):  # without others, the prior is the last rate; in a tree, where they vary, their mean
             prior = priors[rank] if priors else survival ** (1 / rank) if self.branches and rank else last
-            if self.wider and rank >= len(self.wider.ranks):  # nobody knows
-                prior = (prior + last) / 2
             last = min(self.ranks[rank].estimate(prior), 1.0) if rank < len(self.ranks) else prior
             rates.append(last)
             survival *= last
@@ -93,7 +85,7 @@ class AcceptanceStats:
         for claim, fate in zip(tree.survival or (), fates, strict=False):
             self.claims[tree.source, bisect_right(self.EDGES, claim)].add(fate == ACCEPTED, self.fade)
         if tree.source not in REQUEST_DRAFTS:  # the rest is about the drafter
-            self.source, self.branches, before = tree.source, self.branches or not tree.is_chain, True
+            self.branches, before = self.branches or not tree.is_chain, True
             self.ranks += [Rate() for _ in range(len(fates) - len(self.ranks))]
             for rate, hit in zip(self.ranks, (fate == ACCEPTED for fate in fates), strict=False):
                 if before or hit:

@@ -10,15 +10,15 @@ reached, and none where none is worth more than a margin:
 
     worth = s1 + s2 + … − λ · (t(rows with the draft) − t(rows without it) + t_draft)
 
-t is measured and refined (`pass_costs`), t_draft learnt from the step's clock (`draft_costs`), survival from verdicts
-(`acceptance`); λ is the speed of plain decoding times the recent lead over it.
+t and t_draft are measured and corrected (`costs`), survival is learnt from verdicts (`acceptance`); λ is the speed of
+plain decoding times the recent lead over it.
 
 `budget` decides before anything is drafted, by what verdicts have shown; `prune` again, by the survival of what was
 drafted. That is a drafter's own claim, corrected by verdicts, so where nothing was planned (drafters that are asked
 whatever is expected of them) no draft costs more than half of the credit, as if every node were rejected. Where nothing
-is expected to pay but a right draft would, the same credit pays for trials of one node. It also pays for requests of
-drafters on the host, which cost little and often find nothing. Nothing here knows whether a step ran on a
-CPU or in a GPU's round, nor when the host read it.
+is expected to pay but a right draft would, the same credit pays for trials of the draft that is expected to lose least.
+It also pays for requests of drafters on the host, which cost little and often find nothing. Nothing here knows whether
+a step ran on a CPU or in a GPU's round, nor when the host read it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from functools import partial
 from itertools import accumulate
 from operator import add
 from statistics import median
+from typing import NamedTuple
 
 from ..engine.drafter import Traits
 from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
-from .draft_costs import DraftCosts, Line
-from .pass_costs import PassCosts, StepPrices
+from .costs import DraftCosts, Line, PassCosts, StepPrices
 
-HOPELESS = "even a certain draft would lose by its rows, its seconds or reading the prompts"
+HOPELESS = "is not used: even a certain draft would lose by its rows, its seconds or reading the prompts"
 
 
 class Fixed(Controller):
@@ -48,21 +48,7 @@ class Fixed(Controller):
         self.why = f"K is fixed at {k}" if k else "speculation is switched off"
 
     def budget(self, turns: list[Turn], traits: Traits) -> list[Turn]:
-        return [_allow(turn, self.k, self.block) for turn in turns] if self.k else turns
-
-
-def room_for(turn: Turn, k: int) -> int:
-    """At most k nodes, within the request's limit and the tokens that it may still emit before the bonus."""
-    seq = turn.seq
-    most = k if seq.most_drafted is None else min(k, seq.most_drafted)
-    return max(0, min(most, seq.room - 1)) if turn.whole and seq.speculate else 0
-
-
-def _allow(turn: Turn, k: int, block: int, request_only: bool = False) -> Turn:
-    """Where the target runs whole blocks of positions, no draft reaches into the next block: that would take a second
-    pass, which the next step makes anyway, with one more token and a new draft."""
-    budget, root = room_for(turn, k), len(turn.seq.tokens) - 1
-    return turn.allow(budget if block == 1 else min(budget, block - 1 - root % block), request_only)
+        return [turn.allow(turn.room(self.k, self.block)) for turn in turns] if self.k else turns
 
 
 class Credit:
@@ -77,9 +63,7 @@ class Credit:
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
     KNOWN = 1.0  # instead, with a drafter whose acceptance and costs are known before its first call
     SHARE = 0.01  # half of the two percent that "never slower" allows; the rest is for what no clock of ours sees
-    # Tokens for each sequence kept beyond the price of full drafts, so that a run of wrong ones ends no success: in
-    # invented time a dozen answers lose 0.2 to 0.8 % with 2 (single ones 13 %), and gain nothing with 8 or 16.
-    SAVED = 4.0
+    SAVED = 6.0  # tokens for each sequence that are kept at most, so that a run of wrong drafts ends no success
     DEBT = 0.5  # tokens for each sequence: a call that took longer than all that is a mishap, not a habit
 
     def __init__(self) -> None:
@@ -87,9 +71,9 @@ class Credit:
 
     def admit(self, sequences: int, known: bool) -> None:
         """So many run now; known: see KNOWN."""
-        first = self.KNOWN if known else self.FIRST
-        self.tokens += first * max(sequences - self.largest, 0)
-        self.first, self.sequences, self.largest = first, sequences, max(sequences, self.largest)
+        self.first, self.sequences = self.KNOWN if known else self.FIRST, sequences
+        self.tokens += self.first * max(sequences - self.largest, 0)
+        self.largest = max(sequences, self.largest)
 
     def add(self, gain: float, least: float = -DEBT, most: float = math.inf) -> None:
         """Tokens that were gained or lost. A loss leaves each sequence `least`, gains are saved up to `most` each."""
@@ -97,24 +81,28 @@ class Credit:
         self.tokens = max(min(now + gain, max(now, most * count)), min(now, least * count))
 
 
+class Plan(NamedTuple):
+    """The same number of nodes for each of some sequences."""
+
+    gain: float  # expected tokens beyond the price
+    price: float  # in tokens
+    k: int
+    sequences: list[int]  # ids
+
+
 class Adaptive(Controller):
     """Drafts what is worth more than its time, and never risks more than it may lose (see the top of this page)."""
 
     CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them: it takes the
     # search of a host drafter (1 to 4 % on a CPU), and not a pass of a head or model (10 % and more)
-    RECENT = 0.05  # weight of a step in `lead` and in `in_vain`: the last twenty count
+    RECENT = 0.05  # weight of a step in `lead`: the last twenty count
     OUTLIER = 3.0  # times what is expected that seconds count as at most: a descheduled thread says nothing
-    SLOW = (
-        1.25  # times what is expected that a pass with drafts is charged as at most: single passes are slow for other
-    )
-    # reasons (the first ones of a process take up to twice as long), and costs that are wrong are corrected in a dozen
     PROBED = 4  # sequences of a batch that are tried together, at least: acceptance is learnt from a few,
     PART = 8  # and this part of a large batch: a few that are right cannot pay for the pass that drafts
     FULL = 64  # prompt rows from which on a pass has no row to spare
     MAX_PAUSE = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FORESEEN = 8  # drafts that a forecast of acceptance counts as
-    FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch
 
     prices: StepPrices
 
@@ -125,11 +113,11 @@ class Adaptive(Controller):
         self.drafting: dict[str, DraftCosts] = defaultdict(DraftCosts)  # by the drafter's mode
         self.reading = Line()  # seconds of calls that read prompts, by their tokens
         self.asked: set[int] = set()  # sequences whose prompts the drafter has read
-        self.credit, self.price_of_full = Credit(), 0.0  # tokens that full drafts cost, when something was drafted
+        self.credit = Credit()
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.pause = self.pause_batch = 0  # steps without a look at the drafter, for a batch of this size
         self.plain_seconds, self.plain_batch = list[float](), 0  # of steps to learn from, and their batch's size
-        self.is_cheap, self.in_vain = False, 0.0  # the last: seconds of requests after which nothing was drafted
+        self.is_cheap = False  # whether the drafter is asked whatever is expected of it
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -147,51 +135,33 @@ class Adaptive(Controller):
         self.turns, self.traits, self.tried, self.stop_below, self.is_cheap = turns, traits, set(), 0.0, False
         self.credit.admit(len(turns), traits.forecast is not None and bool(traits.forecast.survival))
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
-        free = max(2, min(self.k_max, self.FREE_NODES // max(len(turns), 1)))
-        rooms = {} if paused else self._rooms(free)
+        rooms = {} if paused else self._rooms()
         own = [seq_id for seq_id in own if seq_id not in rooms]
-        if not (rooms or own):
-            return turns
-        rooms |= dict.fromkeys(own, free)
-        return [_allow(turn, rooms.get(turn.seq.id, 0), self.block, turn.seq.id in own) for turn in turns]
+        rooms |= dict.fromkeys(own, self.k_max)
+        each = ((turn, rooms.get(turn.seq.id, 0), turn.seq.id in own) for turn in turns)
+        return [turn.allow(turn.room(k, self.block), only) for turn, k, only in each] if rooms else turns
 
-    def _refuse(self, reason: str, price: float = math.inf) -> dict[int, int]:
-        """Nothing is drafted before this price is within the limit; what is expected is looked at now and then."""
-        self._pause_for(min(self._steps_until(2 * price / self.lead), self.MAX_PAUSE))
-        return self._explain(f"{self.name} is not used: {reason}")
-
-    def _pause_for(self, steps: float) -> None:
-        """No look at the drafter for so many steps, unless the batch changes: meanwhile only the credit grows."""
-        self.pause, self.pause_batch = math.ceil(max(steps, 0.0)), len(self.turns)
-
-    def _steps_until(self, credit: float) -> float:
-        """In which the share brings this credit."""
-        return (credit - self.credit.tokens) / (self.credit.SHARE * len(self.turns))
-
-    def _rooms(self, free: int) -> dict[int, int]:
-        """Sequence -> nodes to request of the drafter; `free` is the most for each where drafting costs nothing. Cheap
-        drafters are asked in every step, unless they have found little lately (`_learn_request`)."""
+    def _rooms(self) -> dict[int, int]:
+        """Sequence -> nodes to request of the drafter. A cheap one is asked in every step, unless it has found little
+        lately (`_learn_request`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
         if self.credit.tokens <= 0:
-            self._pause_for(self._steps_until(0.0))
-            return self._explain(f"{self.name} has gained less than it cost and is paused: plain decoding is faster")
+            return self._pause(0.0, "has gained less than it cost and is paused: plain decoding is faster")
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
-        seqs = [turn.seq for turn in self.turns if room_for(turn, 1) and not (known and turn.feed > 1)]
-        if not seqs:
-            return {}
+        seqs = [turn.seq for turn in self.turns if turn.room(1) and not (known and turn.feed > 1)]
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
-        if not self.traits.weighs_cost:
+        if seqs and not self.traits.weighs_cost:
             if not (calls.count or self._foresee(calls)):
-                return self._try(seqs)
+                return self._try(1, [seq.id for seq in seqs[: self._probed(seqs)]])
             line = calls.line(batch)
             if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
                 return self._costly_rooms(seqs, line)
-        if not self.prices.can_pay(len(seqs) * free):
-            return self._refuse(HOPELESS)
+        if seqs and not self.prices.can_pay(len(seqs) * self.k_max):
+            return self._pause(math.inf, HOPELESS, self.MAX_PAUSE)
         self.is_cheap = True
-        return dict.fromkeys((seq.id for seq in seqs), free)
+        return dict.fromkeys((seq.id for seq in seqs), self.k_max)
 
     def _foresee(self, calls: DraftCosts) -> bool:
         """Begin with what is known of the drafter, if anything: a first call may be several times slower than others.
@@ -200,69 +170,67 @@ class Adaptive(Controller):
         if forecast is None:
             return False
         for call in forecast.calls if not calls.lines else ():
-            calls.foresee(*call)
+            calls.add(*call, foreseen=True)
         if not self.overall.ranks:
             self.overall.foresee(forecast.survival, self.FORESEEN)
         return bool(forecast.calls and forecast.survival)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
-        """The same where drafting costs time: by the acceptance at each depth. Where nothing is expected to pay but a
-        right draft would, one node is tried if that costs less than half of the limit."""
-        rooms = self._plan(seqs, line)
-        count = len(rooms or seqs)
+        """The same where drafting costs time: by the acceptance at each depth."""
+        plans = self._plans(seqs, line)
+        if not plans:
+            return self._pause(math.inf, HOPELESS, self.MAX_PAUSE)
+        best, probed = max(plans), self._probed(seqs)
+        count = len(best.sequences)
         break_even = self.prices.price(count, line(2) - line(1)) / count  # survival at which one more node of each pays
-        if rooms:
+        if best.gain > self.prices.margin:
             several = f" for {count}" if len(self.turns) > 1 else ""
-            tokens = sum(sum(self._expected(seq)[: rooms.get(seq.id, 0)]) for seq in seqs)
-            self._expect(f"up to {max(rooms.values())} nodes{several}", tokens)
-            self.stop_below = 0.0 if self.traits.self_limiting else self.overall.lowest_claim(break_even)
-            return dict.fromkeys(rooms, self.k_max) if self.traits.self_limiting else rooms
-        if not self._plan(seqs, line, certain=True):
-            return self._refuse(HOPELESS)
-        seqs = sorted(seqs, key=lambda seq: -self._expected(seq)[0])
-        trial, chance = self.prices.price(min(count, self._probed(seqs)), line(1)), self._expected(seqs[0])[0]
-        if trial <= self.prices.limit:
-            return self._try(seqs)
-        return self._refuse(_odds(chance, break_even), trial if chance < break_even else self.prices.price(1, line(1)))
+            self._expect(f"up to {best.k} nodes{several}", best.gain + best.price)
+            self.stop_below = 0.0 if self.traits.self_limiting else break_even
+            return dict.fromkeys(best.sequences, self.k_max if self.traits.self_limiting else best.k)
+        trial = next((plan for plan in reversed(plans) if len(plan.sequences) <= probed), plans[0])
+        if trial.price <= self.prices.limit:
+            return self._try(trial.k, trial.sequences)
+        odds = _odds(max(self._expected(seq)[0] for seq in seqs), break_even)
+        return self._pause(2 * trial.price / self.lead, odds, self.MAX_PAUSE)
 
-    def _try(self, seqs: list[Sequence]) -> dict[int, int]:
-        """One node for each of a few sequences: those whose prompts the drafter has read, if there are any."""
-        some = [seq for seq in seqs if seq.id in self.asked] or seqs
-        self.tried = {seq.id for seq in some[: self._probed(seqs)]}
-        self._explain(f"{self.name} is tried: one node for {len(self.tried)} sequences")
-        return dict.fromkeys(self.tried, 1)
-
-    def _probed(self, seqs: list[Sequence]) -> int:
-        return max(self.PROBED, len(seqs) // self.PART)
-
-    def _plan(self, seqs: list[Sequence], line: Line, certain: bool = False) -> dict[int, int]:
-        """Sequence -> nodes: as many of each of the most promising ones as gain most, if anything does. certain: if all
-        nodes were right."""
-        lengths = range(1, self.k_max + 1)
-        seconds = [line(self.k_max if self.traits.self_limiting else k) for k in lengths]
-        gains = dict[int, list[float]]()
-        for seq in seqs:
-            survival, reading = [1.0] * self.k_max if certain else self._expected(seq), self._reading(seq)
-            share = [max(1 / self.LASTS, (1 + tokens) / max(seq.room, 1)) for tokens in accumulate(survival)]
-            gains[seq.id] = [tokens - reading * part for tokens, part in zip(accumulate(survival), share, strict=True)]
-        ranked = sorted(gains, key=lambda seq_id: -gains[seq_id][-1])
-        best, gain, total = (0, 0), self.prices.margin, [0.0] * self.k_max
+    def _plans(self, seqs: list[Sequence], line: Line) -> list[Plan]:
+        """For 1, 2, 4, … of the most promising sequences, and for all: as many nodes as gain most or lose least, of the
+        numbers with which something would be gained if all nodes were right."""
+        seconds = [line(self.k_max if self.traits.self_limiting else k) for k in range(1, self.k_max + 1)]
+        each = {seq.id: self._outlook(seq) for seq in seqs}
+        ranked = sorted(each, key=lambda seq_id: each[seq_id][1][-1] - each[seq_id][0][-1])
+        plans, tokens, reading = list[Plan](), [0.0] * self.k_max, [0.0] * self.k_max
         for count, seq_id in enumerate(ranked, start=1):
-            total = list(map(add, total, gains[seq_id]))
+            tokens, reading = (list(map(add, *pair)) for pair in zip((tokens, reading), each[seq_id], strict=True))
             if count & (count - 1) == 0 or count == len(ranked):  # powers of two and the whole batch are enough
-                for k, tokens, drafting in zip(lengths, total, seconds, strict=True):
-                    price = self.prices.price(count * k, drafting)
-                    if tokens - price > gain:
-                        best, gain = (count, k), tokens - price
-        return dict.fromkeys(ranked[: best[0]], best[1])
+                options = []
+                for k, (t, r, s) in enumerate(zip(tokens, reading, seconds, strict=True), start=1):
+                    price = self.prices.price(count * k, s) + r
+                    if count * k - price > self.prices.margin:
+                        options.append((t - price, price, k))
+                plans += [Plan(*max(options), ranked[:count])] if options else []
+        return plans
 
-    def _reading(self, seq: Sequence) -> float:
-        """Tokens that reading its prompt costs, once for all steps until the answer ends: LASTS are counted at most."""
-        unread = 0 if seq.id in self.asked or not self.reading.n else _prompt_length(seq)
-        return self.prices.speed * self.reading.slope * unread if unread else 0.0
+    def _outlook(self, seq: Sequence) -> tuple[list[float], list[float]]:
+        """Of 1, 2, … nodes: the tokens expected, and the part of reading the prompt that they must pay: it is read once
+        for all steps until the answer ends, of which LASTS are counted at most."""
+        tokens = list(accumulate(self._expected(seq)))
+        if seq.id in self.asked or not self.reading.n:
+            return tokens, [0.0] * self.k_max
+        reading = self.prices.speed * self.reading.slope * _prompt_length(seq)
+        return tokens, [reading * max(1 / self.LASTS, (1 + t) / max(seq.room, 1)) for t in tokens]
 
     def _expected(self, seq: Sequence) -> list[float]:
         return self.by_sequence[seq.id].expected_survival(self.k_max)
+
+    def _try(self, k: int, sequences: list[int]) -> dict[int, int]:
+        self.tried = set(sequences)
+        self._explain(f"{self.name} is tried: {k} nodes for {len(sequences)} sequences")
+        return dict.fromkeys(sequences, k)
+
+    def _probed(self, seqs: list[Sequence]) -> int:
+        return max(self.PROBED, len(seqs) // self.PART)
 
     # ------------------------------------------------------------ before verifying
 
@@ -273,14 +241,11 @@ class Adaptive(Controller):
         limit = self.prices.limit if self.is_cheap else math.inf
         best = self.prices.best((-minus for minus, _ in nodes), limit)
         kept = Counter(i for _, i in nodes[:best])
-        for i, tree in trees if self.tried else ():
-            if turns[i].seq.id in self.tried:
-                kept[i] = len(tree.tokens)
+        kept |= Counter({i: len(tree.tokens) for i, tree in trees if turns[i].seq.id in self.tried})
         if best:
             self._expect(f"{best} of {len(nodes)} drafted", -sum(minus for minus, _ in nodes[:best]))
         elif nodes and not kept:
-            odds = _odds(-nodes[0][0], self.prices.price(len(turns)) / len(turns))
-            self._explain(f"{self.name} is not used: {odds}")
+            self._explain(f"{self.name} {_odds(-nodes[0][0], self.prices.price(len(turns)) / len(turns))}")
         return Draft.pack(tree.cut(kept[i]) for i, tree in enumerate(draft.trees))
 
     def _survival(self, seq: Sequence, tree: Tree) -> list[float]:
@@ -305,21 +270,9 @@ class Adaptive(Controller):
             return
         self._learn_gain(step, self._learn_drafting(step) if asked else 0.0)
         if asked:
+            self.pause = 0  # a reason to look: with two steps in flight it may have begun before these verdicts
             self._learn_acceptance(step)
             self._learn_request(step, len(turns))
-
-    def _learn_request(self, step: Step, batch: int) -> None:
-        """How long requests took after which nothing was drafted. Below half of the first credit, a cheap drafter is
-        asked only as often as such take half of the share: the rest is for drafts."""
-        if not (any(tree.tokens for tree in step.draft.trees) or any(step.untaken)):
-            seconds = step.clock.get("draft", 0.0) + step.clock.get("read", 0.0)
-            usual = self.in_vain or seconds
-            self.in_vain = usual + self.RECENT * (min(seconds, self.OUTLIER * usual) - usual)
-        low = self.credit.first * batch / 2
-        if self.credit.tokens < low and self.is_cheap:
-            every = 2 * self.in_vain / self.costs(batch, batch) / self.credit.SHARE  # steps
-            self._pause_for(min(every - 1, self._steps_until(low)))
-            self._explain(f"{self.name} has found little lately and is asked now and then")
 
     def _learn_plain(self) -> None:
         """From the steps since the last look in which nothing was drafted: together, so that each costs next to
@@ -327,29 +280,18 @@ class Adaptive(Controller):
         if not self.plain_seconds:
             return
         count, batch = len(self.plain_seconds), self.plain_batch
-        self.credit.add(self.credit.SHARE * batch * count, most=self.price_of_full / batch + self.credit.SAVED)
+        self.credit.add(self.credit.SHARE * batch * count, most=self.credit.SAVED)
         self.lead = 1 + (self.lead - 1) * (1 - self.RECENT) ** count
         self.costs.refine(batch, median(self.plain_seconds), batch, count)
         self.plain_seconds = []
-
-    def _learn_acceptance(self, step: Step) -> None:
-        batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)
-        for (turn, tree), verdict, missed in zip(pairs, step.verdicts, step.untaken, strict=True):
-            if verdict is not None and tree.tokens:
-                self.by_sequence[turn.seq.id].add(tree, verdict.fates)
-            elif verdict is not None and missed is not None:
-                self.by_sequence[turn.seq.id].add_unverified(*missed)
-                if not (step.in_round and turn.budget):  # it took no rows: up to the first credit, as if it had
-                    price = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # of one row
-                    self.credit.add((missed[0].tokens[0] == missed[1]) - price, 0.0, self.credit.first)
 
     def _learn_drafting(self, step: Step) -> float:
         """Returns the seconds that count. With its first request a sequence's prompt is read, once for many steps: in
         the phase `read` where a device tells them apart, else in that of drafting."""
         asked, batch = [turn for turn in step.turns if turn.asks_drafter], len(step.turns)
-        if not asked or step.partial:
-            return step.clock.get("draft", 0.0) if asked else 0.0
         drafting, read = step.clock.get("draft", 0.0), step.clock.get("read", 0.0)
+        if not asked or step.partial:
+            return drafting if asked else 0.0
         new = {turn.seq.id: turn.seq for turn in asked if turn.seq.id not in self.asked}
         if not step.in_round:  # has it read most of the sequence? Of a drafter that does not say so, nothing is left
             unread = self.traits.backlog  # a source is read with the first request
@@ -374,21 +316,44 @@ class Adaptive(Controller):
         plain, gain, lead = self.costs(fed, batch), 0.0, 1.0
         speed = batch / (plain if fed == batch else self.costs(batch, batch))
         if verdicts and (nodes or drafting):
-            expected = self.costs(fed + nodes, batch)
-            verify = min(step.clock["verify"], self.SLOW * expected) if timed else expected
-            more = drafting + (verify - plain if nodes else 0.0)  # seconds
+            # Expected ones: single passes are slow for other reasons, and costs that are wrong are soon corrected.
+            more = drafting + self.costs(fed + nodes, batch) - plain  # seconds
             accepted = sum(len(verdict.path) for verdict in verdicts)
             gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
-            self.price_of_full = speed * (self.costs(fed + batch * self.k_max, batch) - plain + drafting)
-        self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.price_of_full / batch + self.credit.SAVED)
+        self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.credit.SAVED)
         if timed:
             self.lead = max(self.lead + self.RECENT * (min(lead, self.OUTLIER * self.lead) - self.lead), 1.0)
+
+    def _learn_acceptance(self, step: Step) -> None:
+        batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)
+        for (turn, tree), verdict, missed in zip(pairs, step.verdicts, step.untaken, strict=True):
+            if verdict is not None and tree.tokens:
+                self.by_sequence[turn.seq.id].add(tree, verdict.fates)
+            elif verdict is not None and missed is not None:
+                self.by_sequence[turn.seq.id].add_unverified(*missed)
+                if not (step.in_round and turn.budget):  # it took no rows: up to the first credit, as if it had
+                    price = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # of one row
+                    self.credit.add((missed[0].tokens[0] == missed[1]) - price, 0.0, self.credit.first)
+
+    def _learn_request(self, step: Step, batch: int) -> None:
+        """Below half of the first credit, a cheap drafter is asked as often as its calls take half of the share."""
+        low, calls = self.credit.first * batch / 2, self.drafting[self.traits.mode]
+        if self.credit.tokens < low and self.is_cheap and calls.count:
+            every = 2 * calls.line(batch)(self.k_max) / self.costs(batch, batch) / self.credit.SHARE  # steps
+            self._pause(low, "has found little lately and is asked now and then", every - 1)
 
     def end(self, seq: Sequence) -> None:
         self.asked.discard(seq.id)
         self.by_sequence.pop(seq.id, None)
 
-    # ------------------------------------------------------------ reasons in words
+    # ------------------------------------------------------------ pauses, and reasons in words
+
+    def _pause(self, credit: float, reason: str, most: float = math.inf) -> dict[int, int]:
+        """No look at the drafter before the share has brought this credit, or so many steps are over, unless the batch
+        changes: meanwhile nothing else does. Returns that nothing is requested."""
+        steps = (credit - self.credit.tokens) / (self.credit.SHARE * len(self.turns))
+        self.pause, self.pause_batch = math.ceil(max(min(steps, most), 0.0)), len(self.turns)
+        return self._explain(f"{self.name} {reason}")
 
     def _explain(self, reason: str) -> dict[int, int]:
         """Returns that nothing is requested."""
@@ -406,5 +371,5 @@ def _prompt_length(seq: Sequence) -> int:
 
 
 def _odds(survival: float, break_even: float) -> str:
-    odds = f"{survival:.0%} likely at best, break-even here is {break_even:.0%}"
+    odds = f"is not used: {survival:.0%} likely at best, break-even here is {break_even:.0%}"
     return f"{odds}; plain decoding until that changes"

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from ..control.acceptance import AcceptanceStats
-from ..control.draft_costs import DraftCosts
+from ..control.costs import DraftCosts
 from ..types import Draft, Sequence, Step, Tree, Verdict
 from . import Drafter, DraftRequest, Forecast, Prices, Traits, Workspace, lookup, names, register
 from .cascade import Cascade, may_draft
@@ -114,7 +114,7 @@ class CostStatistics:
             self.outcomes.foresee(forecast.survival, FORESEEN)
         ordinary = () if forecast.call is None else ((1, 1, forecast.call), (1, FORESEEN, forecast.call))
         for call in forecast.calls or ordinary:
-            self.calls.foresee(*call)
+            self.calls.add(*call, foreseen=True)
         if forecast.read is not None:
             self.read_seconds.add(forecast.read)
 

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from .. import drafters
-from ..control.pass_costs import PassCosts
+from ..control.costs import PassCosts
 from ..drafters._expectation import expected_tokens
 from ..errors import ConfigError
 from ..models.checkpoint import Checkpoint

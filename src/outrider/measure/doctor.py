@@ -19,7 +19,7 @@ import torch
 
 from ..backends.loaded_weights import pass_bytes, weight_bytes
 from ..backends.machine import free_memory
-from ..control.pass_costs import PassCosts
+from ..control.costs import PassCosts
 from ..drafters import Workspace, make, names
 from ..drafters._expectation import break_even
 from ..engine.cache import Cache

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..control.pass_costs import PassCosts
+from ..control.costs import PassCosts
 from ..drafters import lookup
 from ..drafters.layerskip.search import NOTE, SHORTLISTS, DraftCost, ScoredSkip, ScoredText, Search, Skip
 from ..errors import ConfigError, OutriderError

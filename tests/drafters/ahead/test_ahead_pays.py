@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("outrider.drafters.head")
 
 from outrider.control.adaptive import Adaptive
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.drafters.ahead import head_forks, setup
 from outrider.drafters.ahead.drafter import Ahead
 from outrider.drafters.ahead.shared_queue import QueueSizes, SharedQueue

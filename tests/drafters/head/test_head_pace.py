@@ -10,7 +10,7 @@ import pytest
 
 from outrider.config import Config
 from outrider.control.adaptive import Adaptive
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.drafters import DraftRequest
 from outrider.drafters.head.drafter import INITIAL_FLOOR, Pace
 from outrider.drafters.head.network import Head

@@ -13,7 +13,7 @@ from outrider.backends import WHOLE, Part
 from outrider.backends.toy import RandomWeights, toy_config
 from outrider.backends.transformer import Transformer
 from outrider.config import Config
-from outrider.control.pass_costs import PassCosts
+from outrider.control.costs import PassCosts
 from outrider.drafters.layerskip.search import (
     KINDS,
     SEED_SHARE,

@@ -34,7 +34,7 @@ from ...backends.loaded_weights import (
     weight_bytes,
 )
 from ...backends.rows import rows_of
-from ...control.draft_costs import Line
+from ...control.costs import Line
 from ...engine.cache import Plane
 from ...errors import ConfigError, ModelError
 from ...models.blocks import narrowed

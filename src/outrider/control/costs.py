@@ -1,13 +1,16 @@
-"""Seconds of a target pass by its sequences and rows, and what drafts cost and are worth in the step at hand.
+"""What passes and drafts cost: seconds, which the clocks of steps correct, and prices in tokens for the step at hand.
 
-Pass costs are measured at the start (`backends.pass_costs`) and refined by every step. Acceptance is not known here.
+Target passes are measured at the start (`backends.pass_costs`), recorded drafts as well, other calls of a drafter are
+learnt. Nothing is known here of acceptance, nor of what a pass or a call does in its time.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from functools import cache
 
 from ..types import Turn
 
@@ -41,29 +44,20 @@ class PassCosts:
         self._counts = list(self._points)
         self._corrections = [[1.0, 0.0] for _ in self._counts]  # scale and tilt
         self._plain = [0 for _ in self._counts]  # passes without drafts so far
-        self._known: dict[tuple[int, int, bool], float] = {}  # of `measured`, by its arguments
+        self._measured = cache(self._interpolate)
 
-    def __call__(self, rows: int, sequences: int = 1) -> float:
-        scale, tilt = self.correction(sequences)
-        cost = self.measured(rows, sequences) + tilt * max(rows - sequences, 0)
-        return scale * (cost if tilt >= 0 else max(cost, self.measured(sequences, sequences)))
-
-    def correction(self, sequences: int) -> list[float]:
-        """Scale and tilt: those of the next measured number of sequences."""
-        return self._corrections[self._index(sequences)]
+    def __call__(self, rows: int, sequences: int = 1, planned: bool = False) -> float:
+        (scale, tilt), stairs = self._corrections[self._index(sequences)], planned and self.padded
+        cost = self._measured(rows, sequences, stairs) + tilt * max(rows - sequences, 0)
+        return scale * (cost if tilt >= 0 else max(cost, self._measured(sequences, sequences, stairs)))
 
     def _index(self, sequences: int) -> int:
+        """Of the next measured number of sequences."""
         return min(bisect_left(self._counts, sequences), len(self._counts) - 1)
 
-    def measured(self, rows: int, sequences: int, planned: bool = False) -> float:
-        """Without corrections. planned: in a padded batch, any row count costs what the next measured one does, because
-        the sizes are unknown, and just beyond one a line is too optimistic."""
-        key = rows, sequences, planned and self.padded
-        if key not in self._known:
-            self._known[key] = self._interpolate(*key)
-        return self._known[key]
-
     def _interpolate(self, rows: int, sequences: int, stairs: bool) -> float:
+        """Without corrections. stairs: in a padded batch, any row count costs what the next measured one does, because
+        the sizes are unknown, and just beyond one a line is too optimistic."""
         near, cost = _around(self._counts, min(sequences, self._counts[-1])), 0.0
         for index, weight in near:
             count = self._counts[index]
@@ -112,8 +106,7 @@ class StepPrices:
 
     def __init__(self, turns: list[Turn], costs: PassCosts, lead: float, credit: float) -> None:
         self.costs, self.sequences, self.rows = costs, len(turns), sum(turn.feed for turn in turns)
-        self.scale, self.tilt = costs.correction(self.sequences)
-        self.without = costs.measured(self.rows, self.sequences, planned=True)  # seconds
+        self.without = costs(self.rows, self.sequences, planned=True)  # seconds
         deciding = max(sum(turn.whole for turn in turns), 1)  # sequences that get a verdict
         self.speed = lead * deciding / costs(deciding, deciding)  # λ
         self.margin = MARGIN * deciding  # expected tokens that the drafts of all sequences together must gain
@@ -122,8 +115,8 @@ class StepPrices:
 
     def price(self, rows: int, seconds: float = 0.0) -> float:
         """λ · (t(rows of the step + rows) − t(rows of the step) + seconds of drafting)."""
-        added = self.costs.measured(self.rows + rows, self.sequences, planned=True) - self.without + self.tilt * rows
-        return self.speed * (max(self.scale * added, 0.0) + seconds)
+        added = self.costs(self.rows + rows, self.sequences, planned=True) - self.without
+        return self.speed * (max(added, 0.0) + seconds)
 
     def can_pay(self, most: int) -> bool:
         """Whether so many nodes, or half, a quarter, … of them, would gain something if all were right, for nothing."""
@@ -140,3 +133,47 @@ class StepPrices:
             if total - price > gain:
                 best, gain = rows, total - price
         return best
+
+
+class Line:
+    """a + b · k by least squares over recent samples; through the origin while they are all at one k."""
+
+    FADE = 0.95  # the last twenty samples count
+    CLIP = 3.0  # a sample counts as at most so many times its estimate: a descheduled thread says nothing
+
+    def __init__(self) -> None:
+        self.n = self.k = self.y = self.kk = self.ky = 0.0  # sums
+
+    def add(self, k: int, seconds: float) -> None:
+        if self.n:
+            seconds = min(seconds, self.CLIP * self(k))
+        new = (1.0, k, seconds, k * k, k * seconds)
+        old = (self.n, self.k, self.y, self.kk, self.ky)
+        self.n, self.k, self.y, self.kk, self.ky = (self.FADE * a + b for a, b in zip(old, new, strict=True))
+
+    def __call__(self, k: float) -> float:
+        return self.y / self.n + self.slope * (k - self.k / self.n)
+
+    @property
+    def slope(self) -> float:
+        mean, seconds = self.k / self.n, self.y / self.n
+        variance, most = self.kk / self.n - mean * mean, seconds / mean
+        return most if variance < 0.01 else min(max((self.ky / self.n - mean * seconds) / variance, 0.0), most)
+
+
+class DraftCosts:
+    """Seconds of a call by the nodes that it may draft for each sequence, for each size of batch in powers of two."""
+
+    def __init__(self) -> None:
+        self.lines: dict[int, Line] = defaultdict(Line)  # by the bit length of the number of sequences
+        self.count = 0  # calls
+
+    def add(self, sequences: int, k: int, seconds: float, foreseen: bool = False) -> None:
+        """foreseen: the call was timed before anybody asked for a draft."""
+        self.count += not foreseen
+        self.lines[sequences.bit_length()].add(k, seconds)
+
+    def line(self, sequences: int) -> Line:
+        """That of the nearest known batch, if anything is known."""
+        size = sequences.bit_length()
+        return self.lines[min(self.lines, key=lambda known: abs(known - size))]
