@@ -26,6 +26,8 @@ Every result has its full command under `command`. `--model` is smollm2, 7b or 3
 function, `twin.py`), 7b-w4 (with the layers rounded to four bits, `w4.py`; give `--dtype auto`), 11b (opus-mt, an
 encoder–decoder, widened; `bench/translate.py` says where it is found), a folder or a .gguf file. No network is needed:
 `--small` is SmolLM2 as a .gguf file or a folder, or the folder of opus-mt.
+`then` begins further sections of the same loaded model, with the options before it and its own: `--sections never then
+--sections loop --only auto`. A section that is run again has a number behind its name.
 Each section stops after `--section-seconds` with what it has; a section that fails is reported and does not stop the
 others. All contenders share one counter: `tok_s` is tokens after the first ÷ time from the first to the last,
 `request_tok_s` all tokens ÷ the whole request. The last line is one JSON object; `--out` has it after every section.
@@ -43,6 +45,7 @@ import time
 import traceback
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +79,7 @@ SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
 }
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--sections", default=",".join(SECTIONS))
@@ -121,7 +124,7 @@ def arguments() -> argparse.Namespace:
     add("--section-seconds", type=float, default=240.0)
     add("--seed", type=int, default=1)
     add("--out", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(given)
     options.names = [name for name in options.sections.split(",") if name]
     unknown = [name for name in options.names if name not in SECTIONS]
     if unknown:
@@ -175,8 +178,15 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def plans(given: list[str]) -> list[argparse.Namespace]:
+    """The options of each group of sections; later ones begin with those of the first."""
+    ends = [i for i, word in enumerate(given) if word == "then"]
+    first, *more = [given[a + 1 : b] for a, b in pairwise([-1, *ends, len(given)])]
+    return [arguments(first), *(arguments(first + group) for group in more)]
+
+
 def main() -> None:
-    options = arguments()
+    options, *later = plans(sys.argv[1:])
     console = Console(width=150)
     if options.device != "cpu" and not torch.cuda.is_available():
         console.print("There is no GPU here that torch can use; try --device cpu with a small model.")
@@ -196,10 +206,13 @@ def main() -> None:
     lab.say(
         f"{lab.checkpoint.name}, {lab.llm.dtype}, on {facts['hardware']['device']}; ready in {facts['load_s']:.1f} s"
     )
-    for name in options.names:
-        lab.results[name] = measure(lab, name)
-        if options.out:
-            options.out.write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
+    for each in [options, *later]:
+        lab.use(each)
+        for name in each.names:
+            repeated = sum(known.split()[0] == name for known in lab.results)
+            lab.results[f"{name} {repeated + 1}" if repeated else name] = measure(lab, name)
+            if options.out:
+                options.out.write_text(json.dumps(finite(facts), indent=1) + "\n", encoding="utf-8")
     print(json.dumps(finite(facts)))
 
 

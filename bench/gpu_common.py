@@ -97,6 +97,12 @@ class Lab:
         room = max(8, self.length - max(self.options.tokens, self.options.hf_tokens) - 32)
         return [EncodedPrompt(q.ids[-room:], q.category) for q in encode_prompts(self.llm, prompts)]
 
+    def use(self, options: argparse.Namespace) -> None:
+        """Other options for the same model: prompts, tokens, contenders."""
+        if options is not self.options:
+            self.options = options
+            self.questions = self._questions()
+
     def sample(self) -> list[EncodedPrompt]:
         """The first few prompts of each category."""
         seen: dict[str, int] = defaultdict(int)

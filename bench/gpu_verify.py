@@ -1,8 +1,9 @@
 """The losslessness promise, measured: plain decoding against speculation, alone and in a mixed batch, id by id.
 
-Plain texts are made one request at a time. The mixed batch has other prompts, lengths, endings and temperatures beside
-each sequence, more requests than slots (so that members change), and plain decoding takes part in it too: sequences
-that share a pass must not change each other's text.
+Plain texts are made one request at a time, those of the mixed batch in batches of GROUP, which are compared with
+single ones first. The mixed batch has other prompts, lengths, endings and temperatures beside each sequence, more
+requests than slots (so that members change), and plain decoding takes part in it too: sequences that share a pass must
+not change each other's text.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from outrider.measure.verify import TokenDivergence
 DRAFTERS = ("model", "head", "suffix", "ngram", "auto")
 PER_SLOT = 2.25  # requests that share a slot of the mixed batch
 ALONE = 8  # requests of a lap that run one at a time
+GROUP = 8  # that are decoded together for the mixed batch's plain texts
 
 
 @dataclass
@@ -47,16 +49,18 @@ def verify_section(lab: Lab) -> dict[str, Any]:
     alone = {name: lab.using(name, ks[name]) for name in drafters}
     widest = max(len(q.ids) for q in lab.questions) + lab.options.verify_length + 80
     crowded = {n: lab.using(n, ks[n], slots, slots * widest) for n in ("off", *drafters)}
-    plain = lab.using("off")
-    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {slots}, T mixed": (crowded, (0.0, 0.8))}
+    plain, group = lab.using("off"), {"off": lab.using("off", 0, GROUP, GROUP * widest)}
+    settings = {"T=0": (alone, (0.0,)), "T=0.8": (alone, (0.8,)), f"batch of {GROUP}, T mixed": (group, (0.0, 0.8))}
+    settings[f"batch of {slots}, T mixed"] = (crowded, (0.0, 0.8))
     cells = {(n, s): Cell("plain" if n == "off" else n, s) for s, (llms, _) in settings.items() for n in llms}
     lap = 0
     while total(cells) < lab.options.verify_tokens and not (lab.late and lap):
         for setting, (llms, temperatures) in settings.items():
             sent = requests(lab, lap, temperatures, crowd if llms is crowded else ALONE)
-            expected = [ids for request in sent for ids in answers(plain, [request])]
+            single = [[request] for request in sent]
+            expected = answers(group["off"], sent) if llms is crowded else [answers(plain, one)[0] for one in single]
             for name, llm in llms.items():
-                batches = [sent] if llms is crowded else [[request] for request in sent]
+                batches = single if llms is alone else [sent]
                 compare(cells[name, setting], llm, plain, batches, expected)
         lap += 1
     return report(lab, list(cells.values()))

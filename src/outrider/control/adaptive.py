@@ -103,6 +103,7 @@ class Adaptive(Controller):
     MAX_PAUSE = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FORESEEN = 8  # drafts that a forecast of acceptance counts as
+    FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch: sorting them takes time
 
     prices: StepPrices
 
@@ -135,15 +136,16 @@ class Adaptive(Controller):
         self.turns, self.traits, self.tried, self.stop_below, self.is_cheap = turns, traits, set(), 0.0, False
         self.credit.admit(len(turns), traits.forecast is not None and bool(traits.forecast.survival))
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
-        rooms = {} if paused else self._rooms()
+        free = max(2, min(self.k_max, self.FREE_NODES // len(turns)))
+        rooms = {} if paused else self._rooms(free)
         own = [seq_id for seq_id in own if seq_id not in rooms]
-        rooms |= dict.fromkeys(own, self.k_max)
+        rooms |= dict.fromkeys(own, free)
         each = ((turn, rooms.get(turn.seq.id, 0), turn.seq.id in own) for turn in turns)
         return [turn.allow(turn.room(k, self.block), only) for turn, k, only in each] if rooms else turns
 
-    def _rooms(self) -> dict[int, int]:
-        """Sequence -> nodes to request of the drafter. A cheap one is asked in every step, unless it has found little
-        lately (`_learn_request`)."""
+    def _rooms(self, free: int) -> dict[int, int]:
+        """Sequence -> nodes to request of the drafter. A cheap one is asked for `free` nodes in every step, unless it
+        has found little lately (`_learn_request`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
         if self.credit.tokens <= 0:
             return self._pause(0.0, "has gained less than it cost and is paused: plain decoding is faster")
@@ -158,10 +160,10 @@ class Adaptive(Controller):
             line = calls.line(batch)
             if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
                 return self._costly_rooms(seqs, line)
-        if seqs and not self.prices.can_pay(len(seqs) * self.k_max):
+        if seqs and not self.prices.can_pay(len(seqs) * free):
             return self._pause(math.inf, HOPELESS, self.MAX_PAUSE)
         self.is_cheap = True
-        return dict.fromkeys((seq.id for seq in seqs), self.k_max)
+        return dict.fromkeys((seq.id for seq in seqs), free)
 
     def _foresee(self, calls: DraftCosts) -> bool:
         """Begin with what is known of the drafter, if anything: a first call may be several times slower than others.
@@ -195,8 +197,8 @@ class Adaptive(Controller):
         return self._pause(2 * trial.price / self.lead, odds, self.MAX_PAUSE)
 
     def _plans(self, seqs: list[Sequence], line: Line) -> list[Plan]:
-        """For 1, 2, 4, … of the most promising sequences, and for all: as many nodes as gain most or lose least, of the
-        numbers with which something would be gained if all nodes were right."""
+        """For 1, 2, 4, … of the most promising sequences, and for all: as many nodes as gain most or lose least, of
+        the numbers with which something would be gained if all nodes were right."""
         seconds = [line(self.k_max if self.traits.self_limiting else k) for k in range(1, self.k_max + 1)]
         each = {seq.id: self._outlook(seq) for seq in seqs}
         ranked = sorted(each, key=lambda seq_id: each[seq_id][1][-1] - each[seq_id][0][-1])
