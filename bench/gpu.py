@@ -110,6 +110,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
         help="plain and spec: exactly --tokens tokens (batch and hf always do)",
     )
     add("--batches", default="1,4,16,64")
+    add("--never-rounds", default="", help="never: rounds for each of --batches, as 3,2,1,1; default: --rounds for all")
     add("--batch-rounds", type=int, default=3)
     add("--hf-tokens", type=int, default=128)
     add("--hf-prompts", type=int, default=3)

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from gpu_common import Lab, sweep_up
-from gpu_race import Run, run
+from gpu_race import Run, run, settled
 from outrider import LLM, Draft, SamplingParams
 from outrider.drafters import Drafter, DraftRequest, Traits
 from outrider.measure.bench import EncodedPrompt
@@ -52,6 +52,7 @@ class WrongAndSlow(Wrong):
 def never_section(lab: Lab) -> dict[str, Any]:
     cells: list[dict[str, Any]] = []
     sizes = [int(b) for b in lab.options.batches.split(",")]
+    rounds = [int(r) for r in lab.options.never_rounds.split(",") if r] or [lab.options.rounds] * len(sizes)
     kinds: dict[str, list[EncodedPrompt]] = defaultdict(list)
     for question in lab.questions:
         kinds[question.category].append(question)
@@ -60,10 +61,11 @@ def never_section(lab: Lab) -> dict[str, Any]:
         name: lab.using(who, batch=max(sizes), tokens=max(sizes) * longest, **more)
         for name, (who, more) in contenders(lab).items()
     }
-    for size in sizes:
-        if not lab.late:
-            crowds = {kind: [q.ids for q in lab.crowd(size, of)] for kind, of in kinds.items()}
-            cells += one_size(lab, size, engines, crowds)
+    with settled():
+        for size, count in zip(sizes, rounds, strict=True):
+            if not lab.late:
+                crowds = {kind: [q.ids for q in lab.crowd(size, of)] for kind, of in kinds.items()}
+                cells += one_size(lab, size, count, engines, crowds)
     sweep_up()
     cells.sort(key=lambda each: each["ratio"])
     below = [cell for cell in cells if cell["ratio"] < LEAST]
@@ -99,10 +101,12 @@ def contenders(lab: Lab) -> dict[str, tuple[Any, dict[str, Any]]]:
     return {name: how for name, how in found.items() if name.startswith(("plain", *wanted))}
 
 
-def one_size(lab: Lab, size: int, engines: dict[str, LLM], crowds: dict[str, list[list[int]]]) -> list[dict[str, Any]]:
+def one_size(
+    lab: Lab, size: int, rounds: int, engines: dict[str, LLM], crowds: dict[str, list[list[int]]]
+) -> list[dict[str, Any]]:
     params = SamplingParams(max_tokens=lab.options.tokens)
     runs: dict[tuple[str, str], list[Run]] = defaultdict(list)
-    for number in range(lab.options.rounds):
+    for number in range(rounds):
         for kind, crowd in crowds.items():
             for name in list(engines) if number % 2 else list(engines)[::-1]:
                 if not lab.late or not number:

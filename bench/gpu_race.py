@@ -9,6 +9,7 @@ import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -129,6 +130,17 @@ def run(llm: LLM, prompts: list[list[int]], params: SamplingParams | list[Sampli
     return Run(ids, Speed.of(begin, watch.marks), stats, watch.steps, begin)
 
 
+@contextmanager
+def settled() -> Iterator[None]:
+    """What exists now is left alone by the collector, which else takes a tenth of a second before every run."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def forget(llm: LLM) -> None:
     """Drop cached K/V of earlier rounds, so that every request pays for its own prompt."""
     llm.engine.cache.drop_retired()
@@ -217,12 +229,13 @@ def contender(
 def race(lab: Lab, contenders: list[Contender], prompts: list[EncodedPrompt], tokens: int, rounds: int) -> int:
     """All contenders on each prompt in turn, in a changing order; returns the number of complete rounds."""
     warm(contenders, prompts, tokens)
-    for number in range(rounds):
-        for i, prompt in enumerate(prompts):
-            if lab.late and (number or i):
-                return number
-            for c in turned(contenders, number + i):
-                c.runs[i].append(c.ask(prompt.ids, tokens))
+    with settled():
+        for number in range(rounds):
+            for i, prompt in enumerate(prompts):
+                if lab.late and (number or i):
+                    return number
+                for c in turned(contenders, number + i):
+                    c.runs[i].append(c.ask(prompt.ids, tokens))
     return rounds
 
 
