@@ -34,14 +34,14 @@ class Layout:
     at: str  # what all names begin with; {} is the number of the target's layers
     parts: tuple[str, str, str, str]  # the norms of the embedding and of the state, the product, the last norm
     state_first: bool  # in what the product reads
-    each: str  # what some name of every such layer begins with; {} is the number of that layer
+    each: str  # what the names of every such layer begin with; {} is the number of that layer
     block: str = ""  # what the block's names begin with after `at`
     gain: float = 0.0  # what norms add to their weights
 
 
 _DEEPSEEK = Layout(
     "DeepSeek's and GLM's layout", "layers.{}.", ("enorm", "hnorm", "eh_proj", "shared_head.norm"), False,
-    "layers.{}.eh_proj.",
+    "layers.{}.",
 )  # fmt: skip
 _QWEN = Layout(
     "Qwen3-Next's layout", "mtp.", ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm"), False,
@@ -167,6 +167,8 @@ def stored_mtp(weights: Any, config: ModelConfig) -> StoredMtp | None:
     if not hasattr(stored, "names") or config.encoder is not None:
         return None
     found = (StoredMtp(layout, stored, config.layers) for layout in layouts)
+    if isinstance(weights, ForeignWeights):  # there any part of it is enough, so that a missing one can be named
+        return next((layer for layer in found if layer.count()), None)
     return next((layer for layer in found if layer.name(2) in stored.names()), None)
 
 
