@@ -96,7 +96,8 @@ def _too_many(name: str, slots: int, slot_bytes: int, room: int) -> str:
 
 _VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram"}
 _VLLM_METHODS |= dict.fromkeys(("eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator"), "head")
-_VLLM_MTP = ("mtp", "mimo_mtp", "glm4_moe_mtp")  # a layer of the target's own checkpoint, whatever `model` says
+# A layer of the target's own checkpoint, whatever `model` says.
+_VLLM_MTP = ("mtp", "mimo_mtp", "glm4_moe_mtp", "deepseek_mtp", "qwen3_next_mtp")
 _VLLM_METHODS |= dict.fromkeys(_VLLM_MTP, "head")
 _VLLM_RULES = {"standard": "reject", "block": "block"}
 _VLLM_IGNORED = (  # vLLM's devices, kernels and limits; here the controller and the file decide

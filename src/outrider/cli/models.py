@@ -65,7 +65,7 @@ def _head_of(entry: Entry) -> str | None:
     if entry.checkpoint is None:
         return None
     from ..export.plan import head_folder
-    from ..models.mtp import find_mtp
+    from ..models.mtp import stored_mtp
 
-    folder, own = head_folder(entry.checkpoint), find_mtp(entry.checkpoint.weights, entry.checkpoint.config)
+    folder, own = head_folder(entry.checkpoint), stored_mtp(entry.checkpoint.weights, entry.checkpoint.config)
     return str(folder) if folder is not None else "mtp" if own is not None else None

@@ -22,7 +22,6 @@ from .tokenizer import Tokenizer, default_template
 
 LOCAL = {"local_files_only": True, "trust_remote_code": False}  # how transformers may open a folder
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_sequence_length", "max_seq_len")
-_MTP = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # how configurations count such layers
 _DEFAULT_LENGTH = 2048  # of a model without a limit on positions
 
 
@@ -59,8 +58,6 @@ def open_foreign(folder: Path, refusal: str) -> tuple[ModelConfig, ForeignWeight
     tokenizer = open_tokenizer(folder)
     tokenizer.eos_ids = config.eos_ids | frozenset(i for i in tokenizer.eos_ids if i < config.vocab_size)
     reason = f"transformers runs {folder.resolve().name}: the built-in decoder does not know '{settings.model_type}'."
-    if any(getattr(settings.get_text_config(decoder=True), name, None) for name in _MTP):
-        reason += " Its own layers for further tokens (MTP) are not used: they need a target of the built-in decoder."
     return replace(config, eos_ids=tokenizer.eos_ids), ForeignWeights(folder, reason), tokenizer
 
 

@@ -17,7 +17,7 @@ from .fetch import SMOLLM2
 from .foreign import ForeignWeights
 from .gguf_file import GGUF
 from .gguf_head import gguf_alone, is_gguf_head
-from .mtp import find_mtp
+from .mtp import stored_mtp
 from .paths import cache_folder
 from .published import is_head
 from .speculators import CONFIG, read_json
@@ -60,7 +60,7 @@ def describe(name: str, path: Path) -> Entry:
 def about_model(checkpoint: Checkpoint) -> str:
     c = checkpoint.config
     runs = "through transformers" if isinstance(checkpoint.weights, ForeignWeights) else "built-in"
-    own = "" if find_mtp(checkpoint.weights, c) is None else ", with a layer for further tokens (MTP)"
+    own = "" if stored_mtp(checkpoint.weights, c) is None else ", with a layer for further tokens (MTP)"
     return f"{c.architecture}, {c.layers} layers of {c.hidden_size}, context {c.context_length:,}, {runs}{own}"
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -28,7 +27,7 @@ from outrider.models.mtp import find_mtp
 from outrider.models.weights import expected
 
 from support.head_scores import scored
-from support.mtp_checkpoints import SIZES, Reference, as_gguf, tokenizer_files, write
+from support.mtp_checkpoints import Reference, as_gguf, write
 
 K = 6
 KINDS = ("glm", "mimo")
@@ -206,7 +205,7 @@ def test_a_damaged_layer_is_named_and_the_target_runs_without_it(what: str, tmp_
 
 
 def test_a_target_without_such_a_layer_says_so(tmp_path: Path) -> None:
-    """A configuration that promises one and a file that has none; and a target that transformers runs."""
+    """A configuration that promises one and a file that has none."""
     write(tmp_path / "model", "mimo")
     tensors = load_file(tmp_path / "model" / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "mtp" not in name}
@@ -216,17 +215,3 @@ def test_a_target_without_such_a_layer_says_so(tmp_path: Path) -> None:
         llm.using(drafter="head", head="mtp")
     with pytest.raises(ConfigError, match="needs a trained head"):
         llm.using(drafter="head")
-
-
-def test_a_target_of_transformers_says_so(tmp_path: Path) -> None:
-    """DeepSeek-V3 has such layers, but its attention is not built in."""
-    sizes = SIZES | {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8}
-    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "n_group": 1}
-    sizes |= {"topk_group": 1, "num_nextn_predict_layers": 1, "num_key_value_heads": 4}
-    module = transformers.AutoModelForCausalLM.from_config(transformers.DeepseekV3Config(**sizes))
-    module.save_pretrained(tmp_path)
-    tokenizer_files(tmp_path)
-    llm = LLM(tmp_path, dtype="float32", device="cpu", drafter="off")
-    assert "(MTP) are not used: they need a target of the built-in decoder." in llm.backend
-    with pytest.raises(ConfigError, match=r"runs through transformers, which keeps its layers .*\(MTP\) to itself"):
-        llm.using(drafter="head", head="mtp")

@@ -953,7 +953,7 @@ def test_vllms_configuration_is_taken_as_it_is(llama: Llama, target: Path, tmp_p
         ),
         ({"method": "ngram", "zzz": 1}, "key 'zzz', which is not known"),
         ({"method": "suffix", "rejection_sample_method": "synthetic"}, "not lossless"),
-        ({"method": "deepseek_mtp"}, "deepseek_mtp.*not supported"),
+        ({"method": "ernie_mtp"}, "ernie_mtp.*not supported"),
     ],
 )
 def test_what_vllm_does_not_have_is_refused_by_name(given: dict[str, Any], says: str) -> None:

@@ -31,6 +31,7 @@ from ...models.foreign import LOCAL, ForeignWeights
 from ...types import Batch, Output, Sequence, common_prefix
 from .. import WHOLE, Model, Part, PlaneShape
 from ..rows import Rows
+from .mtp import foreign_mtp
 from .prefix_cache import Grid, PrefixCache, Source, can_truncate, copied, empty, truncated
 
 ROWS = {"cpu": 8, "cuda": 16}  # of a block: what one pass computes, and so the most that one pass can verify
@@ -44,8 +45,9 @@ _CACHE_TOLERANCE = 0.05  # of the logits' spread: the largest mean difference be
 def load_foreign(weights: ForeignWeights, config: ModelConfig, dtype: str, device: torch.device) -> HFModel:
     """The model behind a foreign checkpoint, loaded from its folder unless its module is in memory already."""
     module = weights.module if weights.module is not None else _read(weights, dtype, device)
-    model: Any = HFModel(module, config, weights.reason, _start_tokens(module))
-    model.identity = lambda: _identity(module)
+    layer, unused = foreign_mtp(weights, config, module)
+    model: Any = HFModel(module, config, f"{weights.reason} {unused}".strip(), _start_tokens(module))
+    model.identity, model.mtp = lambda: _identity(module), layer
     loaded: HFModel = model
     return loaded
 

@@ -58,7 +58,7 @@ from .._trained import insist_on_target, precision
 from .dflash import DFlashHead, DFlashRollout
 from .features import CommittedRows, FeatureCache, HeadBatch, ObservedFeatures, StreamFeatures
 from .learning import HeadLearning
-from .mtp import MtpHead, mtp_readings
+from .mtp import mtp_head, mtp_readings
 from .network import Head, read_head
 from .per_position import PerPositionHead, PerPositionRollout
 from .readings import choose_reading
@@ -430,12 +430,12 @@ def _own_layer(space: Workspace) -> OpenedHead:
     if layer is None:
         why = "has no layer for further tokens (MTP)"
         if not target.has_layers:
-            why = "runs through transformers, which keeps its layers for further tokens (MTP) to itself"
+            why = "runs through transformers, and no layer for further tokens (MTP) was found beside it"
         raise ConfigError(f"head is mtp, but this target {why}: choose another drafter, or give a head's folder.")
     readings = mtp_readings(layer, target)
     first = readings[0].config
     assert isinstance(first, HeadConfig)
-    loaded = MtpHead(layer, first, target, _precision(space), space.cache.length)
+    loaded = mtp_head(layer, first, target, _precision(space), space.cache.length)
     head, tried = choose_reading(loaded, readings, space, MTP)
     about = f"the target's own layer for further tokens (MTP), in {layer.layout.format}"
     return OpenedHead(head, about, tried.sentence(readings))
