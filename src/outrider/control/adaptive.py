@@ -96,7 +96,6 @@ class Adaptive(Controller):
     CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them: it takes the
     # search of a host drafter (1 to 4 % on a CPU), and not a pass of a head or model (10 % and more)
     RECENT = 0.05  # weight of a step in `lead`: the last twenty count
-    OUTLIER = 3.0  # times what is expected that seconds count as at most: a descheduled thread says nothing
     PROBED = 4  # sequences of a batch that are tried together, at least: acceptance is learnt from a few,
     PART = 8  # and this part of a large batch: a few that are right cannot pay for the pass that drafts
     FULL = 64  # prompt rows from which on a pass has no row to spare
@@ -122,7 +121,6 @@ class Adaptive(Controller):
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
-        self.tried: set[int] = set()  # sequences whose drafts are verified whatever is expected of them
 
     # ------------------------------------------------------------ before drafting
 
@@ -133,7 +131,7 @@ class Adaptive(Controller):
         if (paused and not own) or not turns:
             return turns
         self._learn_plain()
-        self.turns, self.traits, self.tried, self.stop_below, self.is_cheap = turns, traits, set(), 0.0, False
+        self.turns, self.traits, self.stop_below, self.is_cheap = turns, traits, 0.0, False
         self.credit.admit(len(turns), traits.forecast is not None and bool(traits.forecast.survival))
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
         free = max(2, min(self.k_max, self.FREE_NODES // len(turns)))
@@ -150,8 +148,7 @@ class Adaptive(Controller):
         if self.credit.tokens <= 0:
             return self._pause(0.0, "has gained less than it cost and is paused: plain decoding is faster")
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
-        known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
-        seqs = [turn.seq for turn in self.turns if turn.room(1) and not (known and turn.feed > 1)]
+        seqs = [turn.seq for turn in self.turns if turn.room(1)]
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
         if seqs and not self.traits.weighs_cost:
@@ -227,7 +224,6 @@ class Adaptive(Controller):
         return self.by_sequence[seq.id].expected_survival(self.k_max)
 
     def _try(self, k: int, sequences: list[int]) -> dict[int, int]:
-        self.tried = set(sequences)
         self._explain(f"{self.name} is tried: {k} nodes for {len(sequences)} sequences")
         return dict.fromkeys(sequences, k)
 
@@ -243,7 +239,6 @@ class Adaptive(Controller):
         limit = self.prices.limit if self.is_cheap else math.inf
         best = self.prices.best((-minus for minus, _ in nodes), limit)
         kept = Counter(i for _, i in nodes[:best])
-        kept |= Counter({i: len(tree.tokens) for i, tree in trees if turns[i].seq.id in self.tried})
         if best:
             self._expect(f"{best} of {len(nodes)} drafted", -sum(minus for minus, _ in nodes[:best]))
         elif nodes and not kept:
@@ -324,7 +319,7 @@ class Adaptive(Controller):
             gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
         self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.credit.SAVED)
         if timed:
-            self.lead = max(self.lead + self.RECENT * (min(lead, self.OUTLIER * self.lead) - self.lead), 1.0)
+            self.lead = max(self.lead + self.RECENT * (lead - self.lead), 1.0)
 
     def _learn_acceptance(self, step: Step) -> None:
         batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)

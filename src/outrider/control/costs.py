@@ -77,7 +77,8 @@ class PassCosts:
         index, plain = self._index(sequences), self(sequences, sequences)
         correction, drafted = self._corrections[index], rows - sequences
         if drafted > 0 and seconds > plain:  # more rows never cost less: else that was the plain pass's cost, at most
-            cost = self(rows, sequences)
+            # Between measured sizes a padded pass may cost anything up to the next one: that is no error.
+            cost = min(max(seconds, self(rows, sequences)), self(rows, sequences, planned=True))
             error = self._error(seconds, cost) * cost / correction[0]  # seconds
             correction[1] += self.RATE * error / (drafted + self.FEW / drafted)
             return
