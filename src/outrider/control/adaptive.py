@@ -28,10 +28,9 @@ from collections import Counter, defaultdict
 from functools import partial
 from itertools import accumulate
 from operator import add
-from statistics import median
 from typing import NamedTuple
 
-from ..engine.drafter import Traits
+from ..engine.drafter import Forecast, Traits
 from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
@@ -61,7 +60,7 @@ class Credit:
     """
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
-    KNOWN = 1.0  # instead, with a drafter whose acceptance and costs are known before its first call
+    KNOWN = 1.0  # instead, with a drafter whose acceptance is known before its first call
     SHARE = 0.01  # half of the two percent that "never slower" allows; the rest is for what no clock of ours sees
     SAVED = 6.0  # tokens for each sequence that are kept at most, so that a run of wrong drafts ends no success
     DEBT = 0.5  # tokens for each sequence: a call that took longer than all that is a mishap, not a habit
@@ -116,7 +115,7 @@ class Adaptive(Controller):
         self.credit = Credit()
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.pause = self.pause_batch = 0  # steps without a look at the drafter, for a batch of this size
-        self.plain_seconds, self.plain_batch = list[float](), 0  # of steps to learn from, and their batch's size
+        self.plain_steps = list[tuple[int, float]]()  # sequences and seconds of those to learn from
         self.is_cheap = False  # whether the drafter is asked whatever is expected of it
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
@@ -148,11 +147,12 @@ class Adaptive(Controller):
         if self.credit.tokens <= 0:
             return self._pause(0.0, "has gained less than it cost and is paused: plain decoding is faster")
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
-        seqs = [turn.seq for turn in self.turns if turn.room(1)]
+        known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
+        seqs = [turn.seq for turn in self.turns if turn.room(1) and not (known and turn.feed > 1)]
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
         if seqs and not self.traits.weighs_cost:
-            if not (calls.count or self._foresee(calls)):
+            if not self._is_known(calls):
                 return self._try(1, [seq.id for seq in seqs[: self._probed(seqs)]])
             line = calls.line(batch)
             if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
@@ -162,17 +162,14 @@ class Adaptive(Controller):
         self.is_cheap = True
         return dict.fromkeys((seq.id for seq in seqs), free)
 
-    def _foresee(self, calls: DraftCosts) -> bool:
-        """Begin with what is known of the drafter, if anything: a first call may be several times slower than others.
-        Returns whether that is enough to plan with."""
-        forecast = self.traits.forecast
-        if forecast is None:
-            return False
+    def _is_known(self, calls: DraftCosts) -> bool:
+        """Whether there is enough to plan with, be it from before the first call, which may be slower than others."""
+        forecast = self.traits.forecast or Forecast()
         for call in forecast.calls if not calls.lines else ():
             calls.add(*call, foreseen=True)
         if not self.overall.ranks:
             self.overall.foresee(forecast.survival, self.FORESEEN)
-        return bool(forecast.calls and forecast.survival)
+        return calls.count > 0 or bool(forecast.calls and forecast.survival)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
         """The same where drafting costs time: by the acceptance at each depth."""
@@ -260,10 +257,7 @@ class Adaptive(Controller):
         turns, asked = step.turns, any(turn.budget for turn in step.turns)
         prompts = step.partial or None in step.verdicts or sum([turn.feed for turn in turns]) > len(turns)
         if not (asked or prompts):
-            if len(turns) != self.plain_batch:
-                self._learn_plain()
-            self.plain_batch = len(turns)
-            self.plain_seconds.append(step.clock["verify"])
+            self.plain_steps.append((len(turns), step.clock["verify"]))
             return
         self._learn_gain(step, self._learn_drafting(step) if asked else 0.0)
         if asked:
@@ -272,15 +266,13 @@ class Adaptive(Controller):
             self._learn_request(step, len(turns))
 
     def _learn_plain(self) -> None:
-        """From the steps since the last look in which nothing was drafted: together, so that each costs next to
-        nothing."""
-        if not self.plain_seconds:
-            return
-        count, batch = len(self.plain_seconds), self.plain_batch
-        self.credit.add(self.credit.SHARE * batch * count, most=self.credit.SAVED)
-        self.lead = 1 + (self.lead - 1) * (1 - self.RECENT) ** count
-        self.costs.refine(batch, median(self.plain_seconds), batch, count)
-        self.plain_seconds = []
+        """From the steps since the last look in which nothing was drafted: together, because code that runs again and
+        again costs next to nothing, and after a pass its first run comes from memory."""
+        for batch, seconds in self.plain_steps:
+            self.credit.add(self.credit.SHARE * batch, most=self.credit.SAVED)
+            self.lead += self.RECENT * (1 - self.lead)
+            self.costs.refine(batch, seconds, batch)
+        self.plain_steps = []
 
     def _learn_drafting(self, step: Step) -> float:
         """Returns the seconds that count. With its first request a sequence's prompt is read, once for many steps: in

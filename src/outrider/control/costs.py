@@ -70,8 +70,8 @@ class PassCosts:
             cost += weight * sum(share * costs[i] for i, share in _around(known, size))
         return cost
 
-    def refine(self, rows: int, seconds: float, sequences: int = 1, passes: int = 1) -> None:
-        """So many passes took this long each. Plain ones move all costs of their sequence count alike: contexts grow,
+    def refine(self, rows: int, seconds: float, sequences: int = 1) -> None:
+        """A pass took this long. Plain ones move all costs of their sequence count alike: contexts grow,
         and other work slows every pass down, which says nothing about one more row. A pass with drafts moves what its
         rows add."""
         index, plain = self._index(sequences), self(sequences, sequences)
@@ -82,9 +82,8 @@ class PassCosts:
             error = self._error(seconds, cost) * cost / correction[0]  # seconds
             correction[1] += self.RATE * error / (drafted + self.FEW / drafted)
             return
-        self._plain[index] += passes
-        rate = max(1 - (1 - self.RATE) ** passes, passes / (passes + self._plain[index]))
-        correction[0] *= 1 + self._error(seconds, plain) * rate
+        self._plain[index] += 1
+        correction[0] *= 1 + self._error(seconds, plain) * max(self.RATE, 1 / (1 + self._plain[index]))
 
     def _error(self, seconds: float, cost: float) -> float:
         return min(max(seconds / cost - 1, -self.CLIP), self.CLIP)
