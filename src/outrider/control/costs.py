@@ -42,12 +42,11 @@ class PassCosts:
             known.append(rows)
             costs.append(max([cost, *costs[-1:]]))
         self._counts = list(self._points)
-        self._corrections = [[1.0, 0.0] for _ in self._counts]  # scale and tilt
-        self._plain = [0 for _ in self._counts]  # passes without drafts so far
+        self._corrections = [[1.0, 0.0, 0] for _ in self._counts]  # scale, tilt, passes without drafts so far
         self._measured = cache(self._interpolate)
 
     def __call__(self, rows: int, sequences: int = 1, planned: bool = False) -> float:
-        (scale, tilt), stairs = self._corrections[self._index(sequences)], planned and self.padded
+        (scale, tilt, _), stairs = self._corrections[self._index(sequences)], planned and self.padded
         cost = self._measured(rows, sequences, stairs) + tilt * max(rows - sequences, 0)
         return scale * (cost if tilt >= 0 else max(cost, self._measured(sequences, sequences, stairs)))
 
@@ -74,16 +73,16 @@ class PassCosts:
         """A pass took this long. Plain ones move all costs of their sequence count alike: contexts grow,
         and other work slows every pass down, which says nothing about one more row. A pass with drafts moves what its
         rows add."""
-        index, plain = self._index(sequences), self(sequences, sequences)
-        correction, drafted = self._corrections[index], rows - sequences
+        correction, plain = self._corrections[self._index(sequences)], self(sequences, sequences)
+        drafted = rows - sequences
         if drafted > 0 and seconds > plain:  # more rows never cost less: else that was the plain pass's cost, at most
             # Between measured sizes a padded pass may cost anything up to the next one: that is no error.
             cost = min(max(seconds, self(rows, sequences)), self(rows, sequences, planned=True))
             error = self._error(seconds, cost) * cost / correction[0]  # seconds
             correction[1] += self.RATE * error / (drafted + self.FEW / drafted)
             return
-        self._plain[index] += 1
-        correction[0] *= 1 + self._error(seconds, plain) * max(self.RATE, 1 / (1 + self._plain[index]))
+        correction[2] += 1
+        correction[0] *= 1 + self._error(seconds, plain) * max(self.RATE, 1 / (1 + correction[2]))
 
     def _error(self, seconds: float, cost: float) -> float:
         return min(max(seconds / cost - 1, -self.CLIP), self.CLIP)
