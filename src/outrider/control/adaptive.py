@@ -16,9 +16,10 @@ plain decoding times the recent lead over it.
 `budget` decides before anything is drafted, by what verdicts have shown; `prune` again, by the survival of what was
 drafted. That is a drafter's own claim, corrected by verdicts, so where nothing was planned (drafters that are asked
 whatever is expected of them) no draft costs more than half of the credit, as if every node were rejected. Where nothing
-is expected to pay but a right draft would, the same credit pays for trials of the draft that is expected to lose least.
-It also pays for requests of drafters on the host, which cost little and often find nothing. Nothing here knows whether
-a step ran on a CPU or in a GPU's round, nor when the host read it.
+is expected to pay but a right draft would, the same credit pays for trials of the draft that is expected to lose least;
+rows that are not worth their price are not verified in a trial either, and the target's own token shows for nothing
+whether the first node was right. The credit also pays for requests of drafters on the host, which cost little and often
+find nothing. Nothing here knows whether a step ran on a CPU or in a GPU's round, nor when the host read it.
 """
 
 from __future__ import annotations
@@ -236,9 +237,9 @@ class Adaptive(Controller):
         limit = self.prices.limit if self.is_cheap else math.inf
         best = self.prices.best((-minus for minus, _ in nodes), limit)
         kept = Counter(i for _, i in nodes[:best])
-        if best:
+        if kept:
             self._expect(f"{best} of {len(nodes)} drafted", -sum(minus for minus, _ in nodes[:best]))
-        elif nodes and not kept:
+        elif nodes:
             self._explain(f"{self.name} {_odds(-nodes[0][0], self.prices.price(len(turns)) / len(turns))}")
         return Draft.pack(tree.cut(kept[i]) for i, tree in enumerate(draft.trees))
 
@@ -302,15 +303,13 @@ class Adaptive(Controller):
         timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
         if timed:
             self.costs.refine(fed + nodes, step.clock["verify"], batch)
-        plain, gain, lead = self.costs(fed, batch), 0.0, 1.0
+        plain, accepted = self.costs(fed, batch), sum(len(verdict.path) for verdict in verdicts)
         speed = batch / (plain if fed == batch else self.costs(batch, batch))
-        if verdicts and (nodes or drafting):
-            # Expected ones: single passes are slow for other reasons, and costs that are wrong are soon corrected.
-            more = drafting + self.costs(fed + nodes, batch) - plain  # seconds
-            accepted = sum(len(verdict.path) for verdict in verdicts)
-            gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
-        self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.credit.SAVED)
+        # Expected seconds: single passes are slow for other reasons, and costs that are wrong are soon corrected.
+        more = drafting + self.costs(fed + nodes, batch) - plain
+        self.credit.add(self.credit.SHARE * speed * plain + accepted - speed * more, most=self.credit.SAVED)
         if timed:
+            lead = (1 + accepted / batch) * plain / (plain + more)
             self.lead = max(self.lead + self.RECENT * (lead - self.lead), 1.0)
 
     def _learn_acceptance(self, step: Step) -> None:
