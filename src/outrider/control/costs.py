@@ -106,9 +106,9 @@ class StepPrices:
     def __init__(self, turns: list[Turn], costs: PassCosts, lead: float, credit: float) -> None:
         self.costs, self.sequences, self.rows = costs, len(turns), sum(turn.feed for turn in turns)
         self.without = costs(self.rows, self.sequences, planned=True)  # seconds
-        deciding = max(sum(turn.whole for turn in turns), 1)  # sequences that get a verdict
-        self.speed = lead * deciding / costs(deciding, deciding)  # λ
-        self.margin = MARGIN * deciding  # expected tokens that the drafts of all sequences together must gain
+        batch = max(len(turns), 1)
+        self.speed = lead * batch / costs(batch, batch)  # λ
+        self.margin = MARGIN * batch  # expected tokens that the drafts of all sequences together must gain
         # Of a price. A token of plain decoding is worth `lead` of these; half of what may be lost is for later drafts.
         self.limit = lead * max(credit, 0.0) / 2
 
