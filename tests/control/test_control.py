@@ -445,6 +445,17 @@ def test_costs_follow_the_passes_of_a_sequence_count() -> None:
     assert costs(1) < 0.008
 
 
+def test_a_padded_pass_between_two_sizes_is_no_error() -> None:
+    """A pass of 72 rows takes as long as one of 96, which says nothing about 192 more."""
+    costs = PassCosts({(64, 64): 4.6, (64, 128): 5.9, (64, 256): 8.8})
+    for _ in range(9):
+        costs.refine(72, 5.6, sequences=64)
+    assert costs(256, 64) == pytest.approx(8.8)
+    for _ in range(9):
+        costs.refine(72, 6.5, sequences=64)  # more than the next size takes
+    assert costs(256, 64) > 9.0
+
+
 def test_a_cached_cost_takes_microseconds() -> None:
     costs = measured(gentle)
     costs(1000, 37)

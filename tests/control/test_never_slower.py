@@ -236,6 +236,18 @@ def test_a_large_batch_finds_out_about_a_good_draft_model(machine: str) -> None:
     assert best > 0.97 * run(machine, good, 64)
 
 
+@pytest.mark.parametrize("tokens", [64, 160])
+def test_a_large_batch_uses_a_good_draft_model_whose_calls_were_timed(tokens: int) -> None:
+    """Each of eight rows of a trial was charged a stair: .99 x plain, where K = 8 makes 1.2 and more."""
+    costs = {"depth": 0.12 * pass_of("stairs"), "sequence": 0.004 * pass_of("stairs")}
+    good = Nature(0.99, **costs, read=0.0015 * pass_of("stairs"), timed=True)
+    some = [text[: PROMPT + tokens] for text in texts("fresh", 64)]
+    seconds = [
+        Emulation("stairs", drafter, some, [PROMPT] * 64, k).seconds() for drafter, k in (("off", 0), (good, None))
+    ]
+    assert seconds[0] > 1.1 * seconds[1]
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 def test_copying_is_as_fast_as_with_the_best_fixed_k(machine: str) -> None:
     best = min(run(machine, "suffix", 1, "echo", k, 8) for k in (1, 4, 8, 16))

@@ -262,7 +262,6 @@ def test_a_chain_is_cut_where_its_survival_no_longer_pays() -> None:
         controller = Adaptive(PassCosts(COSTS))
         controller.credit.tokens = 1.0
         turns = controller.budget([turn()], Traits(self_limiting=True))
-        controller.tried = set()
         (tree,) = controller.prune(turns, Draft.pack([chain([1, 2, 3, 4], survival=claims, source="head")])).trees
         kept.append(len(tree.tokens))
     assert kept == [4, 2, 0]

@@ -172,7 +172,6 @@ def pruned(controller: Adaptive, claims: list[float], rule: str = "match") -> in
     """How many nodes of a chain with these claims are kept."""
     controller.credit.tokens = 100.0  # nothing is risky,
     (now,) = controller.budget([turn()], Traits())
-    controller.tried = set()  # and nothing a trial
     now.seq.rule = rule
     (tree,) = controller.prune([now], Draft.pack([chain(range(1, len(claims) + 1), survival=claims)])).trees
     return len(tree.tokens)

@@ -66,8 +66,7 @@ class AcceptanceStats:
         """Survival of the nodes of the next draft, best first."""
         now = nodes, self.added, self.wider.added if self.wider else 0
         if now != self._expected_at:
-            known = self.wider if self.wider and not self.added else self
-            self._expected, self._expected_at = list(accumulate(known.rates(nodes), mul)), now
+            self._expected, self._expected_at = list(accumulate(self.rates(nodes), mul)), now
         return self._expected
 
     def foresee(self, survival: Sequence[float], drafts: float) -> None:

@@ -16,9 +16,10 @@ plain decoding times the recent lead over it.
 `budget` decides before anything is drafted, by what verdicts have shown; `prune` again, by the survival of what was
 drafted. That is a drafter's own claim, corrected by verdicts, so where nothing was planned (drafters that are asked
 whatever is expected of them) no draft costs more than half of the credit, as if every node were rejected. Where nothing
-is expected to pay but a right draft would, the same credit pays for trials of the draft that is expected to lose least.
-It also pays for requests of drafters on the host, which cost little and often find nothing. Nothing here knows whether
-a step ran on a CPU or in a GPU's round, nor when the host read it.
+is expected to pay but a right draft would, the same credit pays for trials of the draft that is expected to lose least;
+rows that are not worth their price are not verified in a trial either, and the target's own token shows for nothing
+whether the first node was right. The credit also pays for requests of drafters on the host, which cost little and often
+find nothing. Nothing here knows whether a step ran on a CPU or in a GPU's round, nor when the host read it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,9 @@ from collections import Counter, defaultdict
 from functools import partial
 from itertools import accumulate
 from operator import add
-from statistics import median
 from typing import NamedTuple
 
-from ..engine.drafter import Traits
+from ..engine.drafter import Forecast, Traits
 from ..types import Draft, Sequence, Step, Tree, Turn
 from . import Controller
 from .acceptance import AcceptanceStats
@@ -61,7 +61,7 @@ class Credit:
     """
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
-    KNOWN = 1.0  # instead, with a drafter whose acceptance and costs are known before its first call
+    KNOWN = 1.0  # instead, with a drafter whose acceptance is known before its first call
     SHARE = 0.01  # half of the two percent that "never slower" allows; the rest is for what no clock of ours sees
     SAVED = 6.0  # tokens for each sequence that are kept at most, so that a run of wrong drafts ends no success
     DEBT = 0.5  # tokens for each sequence: a call that took longer than all that is a mishap, not a habit
@@ -96,14 +96,13 @@ class Adaptive(Controller):
     CHEAP = 0.05  # share of a plain pass below which drafts are requested whatever is expected of them: it takes the
     # search of a host drafter (1 to 4 % on a CPU), and not a pass of a head or model (10 % and more)
     RECENT = 0.05  # weight of a step in `lead`: the last twenty count
-    OUTLIER = 3.0  # times what is expected that seconds count as at most: a descheduled thread says nothing
     PROBED = 4  # sequences of a batch that are tried together, at least: acceptance is learnt from a few,
     PART = 8  # and this part of a large batch: a few that are right cannot pay for the pass that drafts
     FULL = 64  # prompt rows from which on a pass has no row to spare
     MAX_PAUSE = 16  # steps, at most, before a drafter is looked at again for which there was no use: looking takes time
     LASTS = 16  # steps in which the gain of drafts must pay for the reading of a prompt
     FORESEEN = 8  # drafts that a forecast of acceptance counts as
-    FREE_NODES = 512  # nodes that are requested of a cheap drafter for a whole batch: sorting them takes time
+    FREE_NODES = 512  # requested of a cheap drafter for a whole batch: weighing 1024 takes 1.5 ms, so many half of that
 
     prices: StepPrices
 
@@ -117,12 +116,11 @@ class Adaptive(Controller):
         self.credit = Credit()
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.pause = self.pause_batch = 0  # steps without a look at the drafter, for a batch of this size
-        self.plain_seconds, self.plain_batch = list[float](), 0  # of steps to learn from, and their batch's size
+        self.plain_steps = list[tuple[int, float]]()  # sequences and seconds of those to learn from
         self.is_cheap = False  # whether the drafter is asked whatever is expected of it
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
-        self.tried: set[int] = set()  # sequences whose drafts are verified whatever is expected of them
 
     # ------------------------------------------------------------ before drafting
 
@@ -133,7 +131,7 @@ class Adaptive(Controller):
         if (paused and not own) or not turns:
             return turns
         self._learn_plain()
-        self.turns, self.traits, self.tried, self.stop_below, self.is_cheap = turns, traits, set(), 0.0, False
+        self.turns, self.traits, self.stop_below, self.is_cheap = turns, traits, 0.0, False
         self.credit.admit(len(turns), traits.forecast is not None and bool(traits.forecast.survival))
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
         free = max(2, min(self.k_max, self.FREE_NODES // len(turns)))
@@ -148,40 +146,37 @@ class Adaptive(Controller):
         has found little lately (`_learn_request`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
         if self.credit.tokens <= 0:
-            return self._pause(0.0, "has gained less than it cost and is paused: plain decoding is faster")
+            return self._pause("has gained less than it cost and is paused: plain decoding is faster", 0.0)
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
         seqs = [turn.seq for turn in self.turns if turn.room(1) and not (known and turn.feed > 1)]
         if self.prices.rows > batch + self.FULL:
             return self._explain(f"{self.name} is not used while prompts fill the pass")
         if seqs and not self.traits.weighs_cost:
-            if not (calls.count or self._foresee(calls)):
+            if not self._is_known(calls):
                 return self._try(1, [seq.id for seq in seqs[: self._probed(seqs)]])
             line = calls.line(batch)
             if line(self.k_max) > self.CHEAP * self.costs(batch, batch):
                 return self._costly_rooms(seqs, line)
         if seqs and not self.prices.can_pay(len(seqs) * free):
-            return self._pause(math.inf, HOPELESS, self.MAX_PAUSE)
+            return self._pause(HOPELESS)
         self.is_cheap = True
         return dict.fromkeys((seq.id for seq in seqs), free)
 
-    def _foresee(self, calls: DraftCosts) -> bool:
-        """Begin with what is known of the drafter, if anything: a first call may be several times slower than others.
-        Returns whether that is enough to plan with."""
-        forecast = self.traits.forecast
-        if forecast is None:
-            return False
+    def _is_known(self, calls: DraftCosts) -> bool:
+        """Whether there is enough to plan with, be it from before the first call, which may be slower than others."""
+        forecast = self.traits.forecast or Forecast()
         for call in forecast.calls if not calls.lines else ():
             calls.add(*call, foreseen=True)
         if not self.overall.ranks:
             self.overall.foresee(forecast.survival, self.FORESEEN)
-        return bool(forecast.calls and forecast.survival)
+        return calls.count > 0 or bool(forecast.calls and forecast.survival)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
         """The same where drafting costs time: by the acceptance at each depth."""
         plans = self._plans(seqs, line)
         if not plans:
-            return self._pause(math.inf, HOPELESS, self.MAX_PAUSE)
+            return self._pause(HOPELESS)
         best, probed = max(plans), self._probed(seqs)
         count = len(best.sequences)
         break_even = self.prices.price(count, line(2) - line(1)) / count  # survival at which one more node of each pays
@@ -194,7 +189,7 @@ class Adaptive(Controller):
         if trial.price <= self.prices.limit:
             return self._try(trial.k, trial.sequences)
         odds = _odds(max(self._expected(seq)[0] for seq in seqs), break_even)
-        return self._pause(2 * trial.price / self.lead, odds, self.MAX_PAUSE)
+        return self._pause(odds, 2 * trial.price / self.lead)
 
     def _plans(self, seqs: list[Sequence], line: Line) -> list[Plan]:
         """For 1, 2, 4, … of the most promising sequences, and for all: as many nodes as gain most or lose least, of
@@ -227,7 +222,6 @@ class Adaptive(Controller):
         return self.by_sequence[seq.id].expected_survival(self.k_max)
 
     def _try(self, k: int, sequences: list[int]) -> dict[int, int]:
-        self.tried = set(sequences)
         self._explain(f"{self.name} is tried: {k} nodes for {len(sequences)} sequences")
         return dict.fromkeys(sequences, k)
 
@@ -243,10 +237,9 @@ class Adaptive(Controller):
         limit = self.prices.limit if self.is_cheap else math.inf
         best = self.prices.best((-minus for minus, _ in nodes), limit)
         kept = Counter(i for _, i in nodes[:best])
-        kept |= Counter({i: len(tree.tokens) for i, tree in trees if turns[i].seq.id in self.tried})
-        if best:
+        if kept:
             self._expect(f"{best} of {len(nodes)} drafted", -sum(minus for minus, _ in nodes[:best]))
-        elif nodes and not kept:
+        elif nodes:
             self._explain(f"{self.name} {_odds(-nodes[0][0], self.prices.price(len(turns)) / len(turns))}")
         return Draft.pack(tree.cut(kept[i]) for i, tree in enumerate(draft.trees))
 
@@ -265,10 +258,7 @@ class Adaptive(Controller):
         turns, asked = step.turns, any(turn.budget for turn in step.turns)
         prompts = step.partial or None in step.verdicts or sum([turn.feed for turn in turns]) > len(turns)
         if not (asked or prompts):
-            if len(turns) != self.plain_batch:
-                self._learn_plain()
-            self.plain_batch = len(turns)
-            self.plain_seconds.append(step.clock["verify"])
+            self.plain_steps.append((len(turns), step.clock["verify"]))
             return
         self._learn_gain(step, self._learn_drafting(step) if asked else 0.0)
         if asked:
@@ -277,15 +267,13 @@ class Adaptive(Controller):
             self._learn_request(step, len(turns))
 
     def _learn_plain(self) -> None:
-        """From the steps since the last look in which nothing was drafted: together, so that each costs next to
-        nothing."""
-        if not self.plain_seconds:
-            return
-        count, batch = len(self.plain_seconds), self.plain_batch
-        self.credit.add(self.credit.SHARE * batch * count, most=self.credit.SAVED)
-        self.lead = 1 + (self.lead - 1) * (1 - self.RECENT) ** count
-        self.costs.refine(batch, median(self.plain_seconds), batch, count)
-        self.plain_seconds = []
+        """From the steps since the last look in which nothing was drafted: together, because code that runs again and
+        again costs next to nothing, and after a pass its first run comes from memory."""
+        for batch, seconds in self.plain_steps:
+            self.credit.add(self.credit.SHARE * batch, most=self.credit.SAVED)
+            self.lead += self.RECENT * (1 - self.lead)
+            self.costs.refine(batch, seconds, batch)
+        self.plain_steps = []
 
     def _learn_drafting(self, step: Step) -> float:
         """Returns the seconds that count. With its first request a sequence's prompt is read, once for many steps: in
@@ -315,16 +303,14 @@ class Adaptive(Controller):
         timed = len(verdicts) == batch == fed and not step.partial  # no prompt in this pass
         if timed:
             self.costs.refine(fed + nodes, step.clock["verify"], batch)
-        plain, gain, lead = self.costs(fed, batch), 0.0, 1.0
+        plain, accepted = self.costs(fed, batch), sum(len(verdict.path) for verdict in verdicts)
         speed = batch / (plain if fed == batch else self.costs(batch, batch))
-        if verdicts and (nodes or drafting):
-            # Expected ones: single passes are slow for other reasons, and costs that are wrong are soon corrected.
-            more = drafting + self.costs(fed + nodes, batch) - plain  # seconds
-            accepted = sum(len(verdict.path) for verdict in verdicts)
-            gain, lead = accepted - speed * more, (1 + accepted / len(verdicts)) * plain / (plain + more)
-        self.credit.add(self.credit.SHARE * speed * plain + gain, most=self.credit.SAVED)
+        # Expected seconds: single passes are slow for other reasons, and costs that are wrong are soon corrected.
+        more = drafting + self.costs(fed + nodes, batch) - plain
+        self.credit.add(self.credit.SHARE * speed * plain + accepted - speed * more, most=self.credit.SAVED)
         if timed:
-            self.lead = max(self.lead + self.RECENT * (min(lead, self.OUTLIER * self.lead) - self.lead), 1.0)
+            lead = (1 + accepted / batch) * plain / (plain + more)
+            self.lead = max(self.lead + self.RECENT * (lead - self.lead), 1.0)
 
     def _learn_acceptance(self, step: Step) -> None:
         batch, pairs = len(step.turns), zip(step.turns, step.draft.trees, strict=True)
@@ -342,7 +328,7 @@ class Adaptive(Controller):
         low, calls = self.credit.first * batch / 2, self.drafting[self.traits.mode]
         if self.credit.tokens < low and self.is_cheap and calls.count:
             every = 2 * calls.line(batch)(self.k_max) / self.costs(batch, batch) / self.credit.SHARE  # steps
-            self._pause(low, "has found little lately and is asked now and then", every - 1)
+            self._pause("has found little lately and is asked now and then", low, every - 1)
 
     def end(self, seq: Sequence) -> None:
         self.asked.discard(seq.id)
@@ -350,7 +336,7 @@ class Adaptive(Controller):
 
     # ------------------------------------------------------------ pauses, and reasons in words
 
-    def _pause(self, credit: float, reason: str, most: float = math.inf) -> dict[int, int]:
+    def _pause(self, reason: str, credit: float = math.inf, most: float = MAX_PAUSE) -> dict[int, int]:
         """No look at the drafter before the share has brought this credit, or so many steps are over, unless the batch
         changes: meanwhile nothing else does. Returns that nothing is requested."""
         steps = (credit - self.credit.tokens) / (self.credit.SHARE * len(self.turns))

@@ -42,12 +42,11 @@ class PassCosts:
             known.append(rows)
             costs.append(max([cost, *costs[-1:]]))
         self._counts = list(self._points)
-        self._corrections = [[1.0, 0.0] for _ in self._counts]  # scale and tilt
-        self._plain = [0 for _ in self._counts]  # passes without drafts so far
+        self._corrections = [[1.0, 0.0, 0] for _ in self._counts]  # scale, tilt, passes without drafts so far
         self._measured = cache(self._interpolate)
 
     def __call__(self, rows: int, sequences: int = 1, planned: bool = False) -> float:
-        (scale, tilt), stairs = self._corrections[self._index(sequences)], planned and self.padded
+        (scale, tilt, _), stairs = self._corrections[self._index(sequences)], planned and self.padded
         cost = self._measured(rows, sequences, stairs) + tilt * max(rows - sequences, 0)
         return scale * (cost if tilt >= 0 else max(cost, self._measured(sequences, sequences, stairs)))
 
@@ -70,20 +69,20 @@ class PassCosts:
             cost += weight * sum(share * costs[i] for i, share in _around(known, size))
         return cost
 
-    def refine(self, rows: int, seconds: float, sequences: int = 1, passes: int = 1) -> None:
-        """So many passes took this long each. Plain ones move all costs of their sequence count alike: contexts grow,
+    def refine(self, rows: int, seconds: float, sequences: int = 1) -> None:
+        """A pass took this long. Plain ones move all costs of their sequence count alike: contexts grow,
         and other work slows every pass down, which says nothing about one more row. A pass with drafts moves what its
         rows add."""
-        index, plain = self._index(sequences), self(sequences, sequences)
-        correction, drafted = self._corrections[index], rows - sequences
+        correction, plain = self._corrections[self._index(sequences)], self(sequences, sequences)
+        drafted = rows - sequences
         if drafted > 0 and seconds > plain:  # more rows never cost less: else that was the plain pass's cost, at most
-            cost = self(rows, sequences)
+            # Between measured sizes a padded pass may cost anything up to the next one: that is no error.
+            cost = min(max(seconds, self(rows, sequences)), self(rows, sequences, planned=True))
             error = self._error(seconds, cost) * cost / correction[0]  # seconds
             correction[1] += self.RATE * error / (drafted + self.FEW / drafted)
             return
-        self._plain[index] += passes
-        rate = max(1 - (1 - self.RATE) ** passes, passes / (passes + self._plain[index]))
-        correction[0] *= 1 + self._error(seconds, plain) * rate
+        correction[2] += 1
+        correction[0] *= 1 + self._error(seconds, plain) * max(self.RATE, 1 / (1 + correction[2]))
 
     def _error(self, seconds: float, cost: float) -> float:
         return min(max(seconds / cost - 1, -self.CLIP), self.CLIP)
@@ -107,9 +106,9 @@ class StepPrices:
     def __init__(self, turns: list[Turn], costs: PassCosts, lead: float, credit: float) -> None:
         self.costs, self.sequences, self.rows = costs, len(turns), sum(turn.feed for turn in turns)
         self.without = costs(self.rows, self.sequences, planned=True)  # seconds
-        deciding = max(sum(turn.whole for turn in turns), 1)  # sequences that get a verdict
-        self.speed = lead * deciding / costs(deciding, deciding)  # λ
-        self.margin = MARGIN * deciding  # expected tokens that the drafts of all sequences together must gain
+        batch = max(len(turns), 1)
+        self.speed = lead * batch / costs(batch, batch)  # λ
+        self.margin = MARGIN * batch  # expected tokens that the drafts of all sequences together must gain
         # Of a price. A token of plain decoding is worth `lead` of these; half of what may be lost is for later drafts.
         self.limit = lead * max(credit, 0.0) / 2
 
