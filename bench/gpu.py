@@ -28,17 +28,21 @@ encoder–decoder, widened; `bench/translate.py` says where it is found), a fold
 `--small` is SmolLM2 as a .gguf file or a folder, or the folder of opus-mt.
 `then` begins further sections of the same loaded model, with the options before it and its own: `--sections never then
 --sections loop --only auto`. A section that is run again has a number behind its name.
-Each section stops after `--section-seconds` with what it has; a section that fails is reported and does not stop the
-others. All contenders share one counter: `tok_s` is tokens after the first ÷ time from the first to the last,
-`request_tok_s` all tokens ÷ the whole request. The last line is one JSON object; `--out` has it after every section.
+Each section stops after `--section-seconds` with what it has, and so do all of them when the process is asked to end
+(SIGTERM, as by `timeout`); a section that fails is reported and does not stop the others. All contenders share one
+counter: `tok_s` is tokens after the first ÷ time from the first to the last, `request_tok_s` all tokens ÷ the whole
+request. `stages_s` has what the start spends on single works (compiling kernels), each with its begin and its end. The
+last line is one JSON object; `--out` has it after every section.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import math
 import platform
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +68,7 @@ from gpu_timeline import timeline_section
 from gpu_verify import verify_section
 from outrider import OutriderError
 from outrider.measure.environment import environment
+from outrider.models.stages import listening
 
 SECTIONS: dict[str, Callable[[Lab], dict[str, Any]]] = {
     "floor": floor_section,
@@ -193,8 +198,14 @@ def main() -> None:
         console.print("There is no GPU here that torch can use; try --device cpu with a small model.")
         sys.exit(1)
     begin = time.perf_counter()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("outrider.cuda").setLevel(
+        logging.INFO
+    )  # why kernels are compiled one after the other, if they are
+    stages: dict[str, list[float]] = {}
     try:
-        lab = Lab(options, console)
+        with listening(lambda name, _: stages.setdefault(name, []).append(time.perf_counter() - begin)):
+            lab = Lab(options, console)
     except (OutriderError, ValueError) as error:
         console.print(str(error), markup=False)
         sys.exit(1)
@@ -202,14 +213,16 @@ def main() -> None:
         "bench": "gpu", "command": " ".join(["python", *sys.argv]), "model": lab.checkpoint.name,
         "parameters": twin.parameters(lab.checkpoint.config), "dtype": lab.llm.dtype, "seed": options.seed,
         "tokens": options.tokens, "prompts": str(options.prompts or "bundled"), "hardware": hardware(options.device),
-        "load_s": time.perf_counter() - begin, "sections": lab.results,
+        "load_s": time.perf_counter() - begin, "stages_s": {name: [at[0], at[-1]] for name, at in stages.items()},
+        "sections": lab.results,
     }  # fmt: skip
     lab.say(
         f"{lab.checkpoint.name}, {lab.llm.dtype}, on {facts['hardware']['device']}; ready in {facts['load_s']:.1f} s"
     )
-    for each in [options, *later]:
-        lab.use(each)
-        for name in each.names:
+    signal.signal(signal.SIGTERM, lambda *_: lab.end())
+    for plan, name in [(each, name) for each in [options, *later] for name in each.names]:
+        if not lab.ended:
+            lab.use(plan)
             repeated = sum(known.split()[0] == name for known in lab.results)
             lab.results[f"{name} {repeated + 1}" if repeated else name] = measure(lab, name)
             if options.out:

@@ -74,7 +74,7 @@ class Lab:
     def __init__(self, options: argparse.Namespace, console: Console) -> None:
         self.options, self.console, self.device = options, console, str(options.device)
         self.results: dict[str, Any] = {}  # of the sections so far
-        self._until = float("inf")
+        self._until, self.ended = float("inf"), False
         small = open_checkpoint(options.small) if options.model in (*TWINS, "smollm2") else None
         self.small, self.checkpoint = small, self._target(small)
         given: Any = self.checkpoint if options.model in TWINS else str(self.checkpoint.path)
@@ -161,9 +161,13 @@ class Lab:
     def start(self, seconds: float) -> None:
         self._until = time.perf_counter() + seconds
 
+    def end(self) -> None:
+        """No section begins any more, and the present one reports what it has."""
+        self.ended = True
+
     @property
     def late(self) -> bool:
-        return time.perf_counter() > self._until
+        return self.ended or time.perf_counter() > self._until
 
     # ------------------------------------------------------------ tables
 

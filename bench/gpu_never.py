@@ -108,8 +108,8 @@ def one_size(
     runs: dict[tuple[str, str], list[Run]] = defaultdict(list)
     for number in range(rounds):
         for kind, crowd in crowds.items():
-            for name in list(engines) if number % 2 else list(engines)[::-1]:
-                if not lab.late or not number:
+            if not lab.late:  # all contenders of a kind, or none
+                for name in list(engines) if number % 2 else list(engines)[::-1]:
                     runs[name, kind].append(run(engines[name], crowd, params))
     return [cell(size, name, kind, runs) for name, kind in runs if name != "plain"]
 

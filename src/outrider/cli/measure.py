@@ -33,6 +33,7 @@ Limit = Annotated[int, Option(min=1, help="Use N prompts, in turn from each kind
 Tokens = Annotated[int, Option("--max-tokens", "-n", min=2, help="The most tokens to generate for each prompt.")]
 Rounds = Annotated[int, Option(min=1, help="Measure everything N times.")]
 SWEEP = range(1, 17)
+SEVERAL, WAIT = 9, 15.0  # rounds of `doctor` and `cost`, at most, and seconds: single rounds are off by a tenth
 
 
 def bench(
@@ -139,7 +140,8 @@ def doctor(
         raise ConfigError(f"--head examines a head, but --drafter is {drafter}: leave one of them out.")
     llm = options.load(drafter=drafter if head is None else "head", head=head)
     with progress_bar() as progress:
-        facts = examine(llm, encode_prompts(llm, _pick(None, None, limit)), BenchPlan(max_tokens, rounds=1), progress)
+        plan = BenchPlan(max_tokens, SEVERAL, most_seconds=WAIT)
+        facts = examine(llm, encode_prompts(llm, _pick(None, None, limit)), plan, progress)
     findings = advise(facts)
     if not as_json:
         show.doctor(Console(), facts, findings)
@@ -172,7 +174,7 @@ def cost(
     else:
         llm = options.load()
         setups, workload = _setups(llm, drafter, k), encode_prompts(llm, _pick(None, None, limit))
-        rows = _measure(llm, workload, setups, BenchPlan(max_tokens, rounds=1))["rows"]
+        rows = _measure(llm, workload, setups, BenchPlan(max_tokens, SEVERAL, most_seconds=2 * WAIT))["rows"]
     priced = bills(rows, price_per_hour)
     if as_json:
         listed = [asdict(bill) | {"saving_percent": bill.saving_percent} for bill in priced]

@@ -11,9 +11,11 @@ It measures and counts. It neither prints nor draws, and it does not judge wheth
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..backends.pass_costs import by_rows, target_costs
@@ -54,6 +56,7 @@ class BenchPlan:
     rounds: int = 3
     temperature: float = 0.0
     seed: int = 0
+    most_seconds: float | None = None  # after so many no further round begins
 
     def params(self, prompt: int) -> SamplingParams:
         return SamplingParams(temperature=self.temperature, seed=self.seed + prompt, max_tokens=self.tokens)
@@ -152,8 +155,15 @@ def measure(
     """All setups on all prompts for as many rounds as planned, after a warm-up."""
     bench = Bench(llm, prompts, plan)
     warm_up(bench)
+    begin, most = time.perf_counter(), plan.most_seconds or math.inf
+
+    def report(number: int, what: str, done: float) -> None:
+        progress(what, min(max((number + done) / plan.rounds, (time.perf_counter() - begin) / most), 1.0))
+
     for number in range(plan.rounds):
-        bench.round(setups, number, lambda what, done, n=number: progress(what, (n + done) / plan.rounds))  # type: ignore[misc]
+        if number and time.perf_counter() - begin > most:
+            break
+        bench.round(setups, number, partial(report, number))
     return bench
 
 
