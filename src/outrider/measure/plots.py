@@ -1,4 +1,4 @@
-"""Small plots as inline SVG: whiskers, lines, stacked bars. Numbers in, a string out.
+"""Small plots as inline SVG: whiskers, lines, bars, stacked bars. Numbers in, a string out.
 
 Colours are CSS classes (`s0` … `s7` for series, fates by their own names), so that the page defines them for light and
 dark. Every mark has a title for the pointer and the whole figure one for screen readers. It knows no benchmark.
@@ -80,6 +80,40 @@ def lines(axes: Axes, series: Sequence[Series]) -> str:
     return _svg(axes, marks)
 
 
+def bars(axes: Axes, groups: Sequence[str], series: Sequence[Series]) -> str:
+    """Horizontal bars with their values, one for each series in each group; Point.x is the group's index.
+
+    The names of series stand above them, in the colours of their bars."""
+    bar, gap, above = 13, 9, 30
+    left = 16 + math.ceil(CHARACTER * max(len(name) for name in groups))
+    each = bar * len(series) + gap
+    height, foot = above + each * len(groups) + BOTTOM, above + each * len(groups)
+    values = [point.y for part in series for point in part.points] + [axes.level or 0.0]
+    scale = (WIDTH - left - 48) / max(values)
+    marks, x = list[str](), float(left)
+    for n, part in enumerate(series):
+        marks.append(f'<rect class="bar s{n}" x="{x:.1f}" y="8" width="10" height="10"/>')
+        marks.append(f'<text class="label" x="{x + 15:.1f}" y="17">{escape(part.name)}</text>')
+        x += 15 + CHARACTER * len(part.name) + 18
+    for value in ticks(max(values)):
+        marks.append(_upright("grid", left + value * scale, above, foot))
+        marks.append(_label(left + value * scale, foot + 16, f"{value:g}"))
+    for i, name in enumerate(groups):
+        middle = above + each * i + (each - gap) / 2 + 4
+        marks.append(f'<text class="label" x="{left - 8}" y="{middle:.1f}" text-anchor="end">{escape(name)}</text>')
+    for n, part in enumerate(series):
+        for point in part.points:
+            y, width = above + each * int(point.x) + bar * n, point.y * scale
+            title = f"<title>{escape(part.name)}, {escape(groups[int(point.x)])}: {point.y:.3g}</title>"
+            box = f'x="{left}" y="{y}" width="{width:.1f}" height="{bar - 2}"'
+            marks.append(f'<rect class="bar s{n}" {box}>{title}</rect>')
+            marks.append(f'<text class="value" x="{left + width + 4:.1f}" y="{y + 9}">{point.y:.2f}</text>')
+    if axes.level is not None:
+        marks.append(_upright("level", left + axes.level * scale, above, foot))
+    marks.append(_label((left + WIDTH) / 2, height - 8, axes.x))
+    return _svg(axes, marks, height)
+
+
 def stacks(axes: Axes, bars: Sequence[tuple[str, dict[str, float]]], words: dict[str, str]) -> str:
     """A horizontal bar per entry, split by class; `words` describes each class. Shares add up to 1."""
     bar, left = 26, 16 + math.ceil(CHARACTER * max(len(name) for name, _ in bars))  # wide enough for every name
@@ -139,6 +173,10 @@ def _frame(axes: Axes, y: Scale) -> str:
 
 def _rule(kind: str, y: float) -> str:
     return f'<line class="{kind}" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+
+
+def _upright(kind: str, x: float, top: float, bottom: float) -> str:
+    return f'<line class="{kind}" x1="{x:.1f}" x2="{x:.1f}" y1="{top}" y2="{bottom}"/>'
 
 
 def _label(x: float, y: float, text: str) -> str:
