@@ -42,16 +42,21 @@ LEARNING = {  # numbers of `LLM.learning`
     "phrases_accepted": "Those of them that were accepted",
 }
 
-# Part of the controller's reason (a sentence with numbers) -> label.
+# Part of the reason for a step's draft (a sentence with numbers) -> label of a step in which nothing was drafted.
 REASONS = (
     ("did not come back", "drafter_hangs"),
+    ("drafter failed", "drafter_failed"),
     ("switched off", "switched_off"),
     ("break-even", "below_break_even"),
     ("paused", "drafter_rests"),
-    ("nothing to propose", "nothing_to_propose"),
+    ("asked now and then", "drafter_rests"),
     ("prompts fill", "prompts_fill_the_pass"),
-    ("before drafts are planned", "host_has_no_time"),
+    ("drafts are planned", "host_has_no_time"),
     ("even a certain draft", "rows_too_expensive"),
+    ("nothing to propose", "nothing_to_propose"),
+    ("K is fixed", "nothing_to_propose"),  # it was asked, and these sentences say for how much
+    ("is tried", "nothing_to_propose"),
+    ("tokens expected", "nothing_to_propose"),
 )
 
 
