@@ -295,7 +295,7 @@ def _head(facts: Facts) -> list[Finding]:
     if head is None:
         return []
     origin = f", trained for {head['trained_for']}" if head["trained_for"] else ""
-    text = f"The head is {head['format']}{origin}; it fits this target."
+    text = f"The drafter is {head['format']}{origin}; it fits this target."
     return [Finding(GOOD, f"{text} {head['reading']}".strip())]
 
 

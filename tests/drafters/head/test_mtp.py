@@ -142,7 +142,7 @@ def test_it_is_found_by_itself(
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     says = [finding["text"] for finding in json.loads(done.stdout)["findings"]]
-    assert any("The head is the target's own layer for further tokens (MTP)" in text for text in says)
+    assert any("The drafter is the target's own layer for further tokens (MTP)" in text for text in says)
     for method in ("mtp", "mimo_mtp", "glm4_moe_mtp"):
         given = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
         assert from_speculative_config(given) == {"drafter": "head", "head": "mtp", "k": 3}
