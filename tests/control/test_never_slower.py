@@ -20,7 +20,7 @@ from outrider.drafters import Drafter, DraftRequest
 from outrider.drafters.auto import TAPS_OFF_AFTER, TAPS_ON_AFTER, Auto
 from outrider.types import Draft, SamplingParams, Sequence, Turn, chain
 
-from support.emulation import MACHINES, AutoWith, Emulation, Nature, auto_with
+from support.emulation import MACHINES, OTHERS, AutoWith, Emulation, Nature, auto_with
 
 PROMPT = 60  # tokens
 ANSWER = 160
@@ -138,6 +138,28 @@ def test_auto_uses_a_good_draft_model(batch: int, least: float) -> None:
     """Beside a GPU, where its recorded passes are timed beforehand."""
     nature = replace(model("stairs", 0.99, 0.99), timed=True)
     assert plain("stairs", batch) > least * run("stairs", AutoWith(nature), batch)
+
+
+@pytest.mark.parametrize("machine", ["steep", "avx2"])
+def test_auto_uses_a_good_draft_model_on_a_cpu(machine: str) -> None:
+    """It was never called there (.99 x plain, K = 8 makes 2): the guess of what reading its prompt costs was more than
+    half of the first credit, and grew with every token."""
+    one = (MACHINES | OTHERS)[machine](1, 1)
+    good = Nature(0.99, depth=0.12 * one, sequence=0.004 * one, read=0.0015 * one)
+    best = min(run(machine, good, 1, k=k) for k in (1, 2, 4, 8))
+    assert best > 0.9 * run(machine, AutoWith(good), 1)
+
+
+@pytest.mark.parametrize("machine", ["steep", "avx2"])
+def test_a_long_prompt_is_not_read_in_vain_for_a_short_answer(machine: str) -> None:
+    one = (MACHINES | OTHERS)[machine](1, 1)
+    wrong = Nature(0.0, depth=0.12 * one, read=0.03 * one)
+    dice = random.Random(1)
+    some = [[dice.randrange(40_000) for _ in range(600 + 32)]]
+    seconds = [
+        Emulation(machine, drafter, some, [600], k, 1).seconds() for drafter, k in (("off", 0), (AutoWith(wrong), None))
+    ]
+    assert seconds[0] > 0.98 * seconds[1]
 
 
 STATED_CHAIN = (0.7, 0.5, 0.36, 0.26, 0.19, 0.14)

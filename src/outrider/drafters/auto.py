@@ -44,7 +44,8 @@ NEW = 8.0  # claimed nodes that the trust left by other sequences counts as in a
 FIRST_LENGTH = 2  # tokens of the first draft of a drafter that does not stop by itself
 FIRST_PAUSE, LONGEST_PAUSE = 24, 384  # steps between trials of a drafter that is not worth a call
 SLOW = 0.25  # share of a token's time from which on a free drafter's call for a sequence is not free
-TRIAL_SHARE = 0.02  # of the tokens emitted since the last trial that the next one may cost
+TRIAL_SHARE = 0.02  # of the tokens emitted since the last trial that the next one may cost; of the time of a prompt and
+# the answers that reading for a first one may take
 
 
 class Ema:
@@ -336,11 +337,12 @@ class Auto(Cascade):
                 self.trust_in[name] = Trust(FORESEEN, 0.9 * FORESEEN)
 
     def _first_call(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
-        """For one sequence, that with least to read, where reading should cost no more than any draft may: a batch must
-        not read all its prompts, nor a short answer pay for a drafter that it will not use."""
+        """For one sequence, that with least to read, where reading should take a small share of the batch's time: a
+        batch must not read all its prompts, nor a short answer pay for a drafter that it will not use."""
         at = min(range(len(seqs)), key=lambda i: drafter.traits.backlog(seqs[i]))
-        reading = READ_GUESS * self.prices.price(1) * drafter.traits.backlog(seqs[at])
-        return [at] if reading <= self.prices.limit else []
+        prompt = self.prices.price(1) * drafter.traits.backlog(seqs[at])  # of the target's own reading, in tokens
+        answers = sum(seq.room for seq in seqs)
+        return [at] if READ_GUESS * prompt <= TRIAL_SHARE * (prompt + answers) else []
 
     def _trial(self, drafter: Drafter, seqs: list[Sequence]) -> list[int]:
         """No call is expected to pay: try the drafter where its backoff is over, if the trial is affordable."""
