@@ -81,6 +81,7 @@ def _step(turn: Turn, draft: Draft, path: int, clock: dict[str, float]) -> Any:
 
 
 CLAIMS = {"calibrated": lambda c: c, "overconfident": lambda c: c**0.3, "underconfident": lambda c: 0.8 * c}
+LEAST = {"calibrated": 1.04, "overconfident": 1.0, "underconfident": 1.04}  # exaggerated claims stop few chains
 
 
 @pytest.mark.one_in(2)
@@ -88,7 +89,8 @@ CLAIMS = {"calibrated": lambda c: c, "overconfident": lambda c: c**0.3, "underco
 def test_a_drafter_that_knows_its_survival_gains_by_stopping(kind: str) -> None:
     claim, seeds = CLAIMS[kind], range(16)
     ignoring, stopping = (sum(speed(stops, claim, seed=seed) for seed in seeds) / 16 for stops in (False, True))
-    assert stopping > 1.04 * ignoring
+    assert stopping > LEAST[kind] * ignoring
+    assert ignoring > 1.15
     assert stopping > 1.3  # plain decoding is 1
 
 

@@ -40,7 +40,6 @@ class AcceptanceStats:
         self.fade = 0.98 if wider else 0.995  # the last fifty trials of a sequence count, and two hundred of all
         self.claims: dict[tuple[str, int], Rate] = defaultdict(Rate)  # by (source, class of EDGES)
         self.ranks: list[Rate] = []  # by a node's place in its draft: in a chain, its depth
-        self.branches = False  # whether the drafter has made trees
         self.added = 0  # drafts
         self._expected: list[float] = []  # for so many nodes, after so many drafts of its own and of all:
         self._expected_at = (-1, 0, 0)
@@ -54,12 +53,12 @@ class AcceptanceStats:
     def rates(self, nodes: int) -> list[float]:
         """Of each node of a draft: how many survive for each one before it that survives."""
         priors = self.wider.rates(nodes) if self.wider else []
-        rates, last, survival = list[float](), self.FIRST, 1.0
-        for rank in range(nodes):  # without others, the prior is the last rate; in a tree, where they vary, their mean
-            prior = priors[rank] if priors else survival ** (1 / rank) if self.branches and rank else last
-            last = min(self.ranks[rank].estimate(prior), 1.0) if rank < len(self.ranks) else prior
-            rates.append(last)
-            survival *= last
+        rates, known = list[float](), Rate()
+        for rank in range(nodes):  # without others, the prior is the rate of the ranks before, the nearest count most
+            prior = priors[rank] if priors else known.estimate(self.FIRST)
+            rate = self.ranks[rank] if rank < len(self.ranks) else Rate()
+            rates.append(min(rate.estimate(prior), 1.0))
+            known.hits, known.tries = known.hits / 2 + rate.hits, known.tries / 2 + rate.tries
         return rates
 
     def expected_survival(self, nodes: int) -> list[float]:
@@ -84,7 +83,7 @@ class AcceptanceStats:
         for claim, fate in zip(tree.survival or (), fates, strict=False):
             self.claims[tree.source, bisect_right(self.EDGES, claim)].add(fate == ACCEPTED, self.fade)
         if tree.source not in REQUEST_DRAFTS:  # the rest is about the drafter
-            self.branches, before = self.branches or not tree.is_chain, True
+            before = True
             self.ranks += [Rate() for _ in range(len(fates) - len(self.ranks))]
             for rate, hit in zip(self.ranks, (fate == ACCEPTED for fate in fates), strict=False):
                 if before or hit:
