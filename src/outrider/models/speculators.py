@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -31,13 +32,15 @@ KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's ->
 EAGLE3 = "eagle3"  # continues from its own outputs, token by token
 EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have published, never written
 MTP = "mtp"  # a layer of the target's own checkpoint
-DFLASH = "dflash"  # DFlash and DSpark: read, never written
+DFLASH = "dflash"  # DFlash, DSpark and Domino: read, never written
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STORES = (*DTYPES, *(kind.lower() for kind in FORMATS))  # of a head's matrices on disk
+PREFIX_STATE = "prefix_gru.weight_hh_l0"  # a Domino drafter has it
 _MOST_LAYERS = 16
+_LARGEST = 1 << 24  # size of anything: a damaged one must not exhaust the memory
 Shapes = dict[str, tuple[int, ...]]
 HeadTensors = dict[str, Any]  # tensors; matrices may be a BlockTensor
 
@@ -87,6 +90,9 @@ class HeadConfig:
     causal: bool = False  # dflash: a row of a block sees those before it only, in every layer
     anchored: bool = False  # dflash: a block's first row predicts too, and each row the token after its own position
     markov: int = 0  # dflash: the width of the term for the token before; 0: there is none
+    prefix_state: int = 0  # dflash: the width of a state over the tokens so far, which corrects scores; 0: none
+    prefix_inner: int = 0  # the width within that correction
+    prefix_from: int = 0  # the first token of a draft that it corrects
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))
@@ -96,6 +102,9 @@ class HeadConfig:
             raise ModelError(f"A head of the kind '{self.kind}' is not known; there are: {', '.join(KINDS)}.")
         sizes = (self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim, self.vocab_size)
         fits = min(*sizes, self.draft_vocab_size, self.block, self.context_length, self.layers) > 0
+        fits = fits and max(*sizes, self.prefix_state, self.prefix_inner) < _LARGEST and self.prefix_from >= 0
+        fits = fits and 0 <= self.norm_eps < math.inf and 0 < self.rope_theta < math.inf
+        fits = fits and (self.prefix_inner > 0 if self.prefix_state else self.prefix_state == 0)
         fits = fits and self.heads % max(self.kv_heads, 1) == 0 and self.head_dim % 2 == 0
         fits = fits and self.draft_vocab_size <= self.vocab_size and self.layers <= _MOST_LAYERS
         if not fits or (self.windows and len(self.windows) != self.layers):
@@ -148,6 +157,11 @@ def shapes(c: HeadConfig) -> Shapes:
     if c.markov:
         named["markov_head.markov_w1.weight"] = (c.vocab_size, c.markov)
         named["markov_head.markov_w2.weight"] = (c.draft_vocab_size, c.markov)
+    if c.prefix_state:
+        named["prefix_gru.weight_ih_l0"] = (3 * c.prefix_state, h)
+        named[PREFIX_STATE] = (3 * c.prefix_state, c.prefix_state)
+        named["embed_proj.0.weight"] = (c.prefix_inner, h + c.prefix_state)
+        named["embed_proj.2.weight"] = (c.draft_vocab_size, c.prefix_inner)
     return named
 
 
