@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ModelError
+from ..errors import MISREAD, ConfigError, ModelError
 from .config import FAMILIES, QUANTISED, ModelConfig, UnsupportedModel, token_ids
 from .encoder_decoder import ENCODER_DECODERS, folder_tensors, model_config, named_weights
 from .fetch import HUB_NAME, default_model, hub_model
@@ -133,7 +133,7 @@ def _open_gguf(path: Path) -> Checkpoint:
     try:
         config = model_config(t5_in_hf_words(file)) if t5 else gguf_config(file)
         tokenizer = gguf_pieces(file.metadata) if t5 else Tokenizer.from_gguf(file)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of an unexpected type
+    except MISREAD as error:
         raise ModelError(f"{path} is damaged ({error}); delete it and download it again.") from error
     file.forget_vocabulary()
     weights = GGUFWeights(file, config)

@@ -25,7 +25,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from . import config as configs
 from .config import ModelConfig, RopeScaling, integer, token_ids
 from .precision import GGUF as GGUF_BLOCKS
@@ -555,7 +555,9 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     except ModelError:
         raise
     except Exception as error:  # `tokenizers` raises bare Exceptions for a vocabulary that does not fit together
-        raise ModelError(f"The GGUF file's tokenizer is damaged ({error}); download the file again.") from error
+        raise ModelError(
+            f"The GGUF file's tokenizer is damaged ({first_line(error)}); download the file again."
+        ) from error
     # Control tokens are special; user-defined ones are matched in any text before it is split into words.
     typed = list(zip(tokens, types, strict=False))
     special = [token for token, kind in typed if kind in (_UNKNOWN, _CONTROL)]

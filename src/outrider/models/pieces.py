@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer as Core, decoders, models, normalizers, pre_tokenizers
 
-from ..errors import ModelError
+from ..errors import MISREAD, ModelError, first_line
 from .gguf_file import gguf_eos_ids
 from .tokenizer import Tokenizer
 
@@ -93,7 +93,9 @@ def gguf_pieces(metadata: Mapping[str, Any]) -> PieceTokenizer:
     try:
         core = found.core()
     except Exception as error:  # `tokenizers` raises bare Exceptions for rules that it cannot read
-        raise ModelError(f"The GGUF file's tokenizer is damaged ({error}); download the file again.") from error
+        raise ModelError(
+            f"The GGUF file's tokenizer is damaged ({first_line(error)}); download the file again."
+        ) from error
     end = tokens[data["eos_token_id"]]
     tokenizer = PieceTokenizer(vocabulary, core, unknown, end, control, own, silent, found.spaced)
     tokenizer.eos_ids |= gguf_eos_ids(metadata)
@@ -127,7 +129,7 @@ def read_pieces(path: Path) -> Pieces:
     """From a SentencePiece model, which is a protobuf message."""
     try:
         return _pieces(path.read_bytes())
-    except (OSError, ValueError, LookupError, struct.error, TypeError, AttributeError) as error:
+    except (OSError, struct.error, *MISREAD) as error:
         raise ModelError(f"{path} is not a SentencePiece model ({error}); download it again.") from error
 
 

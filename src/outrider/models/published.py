@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import ModelError, first_line
+from ..errors import MISREAD, ModelError, first_line
 from .config import ModelConfig, hf_rope, rope_scaling
 from .fetch import HUB_NAME, hub_model
 from .gguf_head import gguf_alone, gguf_head, is_gguf_head
@@ -56,7 +56,6 @@ _BLOCKS = {
     "dspark": "a DSpark drafter in the speculators format", "DominoDraftModel": "a Domino drafter",
 }  # fmt: skip
 _REFUSED = {"mtp": "MTP", "DFlash2DraftModel": "DFlash2", "DFlashLinearDraftModel": "DFlash linear"}
-_WRONG = (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError)  # of a configuration's values
 _PARALLEL = "PEagleDraftModel"  # SpecForge's P-EAGLE
 _LONGEST_BLOCK = 64  # as many as there are scratch slots for one sequence on a GPU
 _PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "*.bin", "*.pt")
@@ -140,7 +139,7 @@ def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
     if folder.is_file():
         return _read_gguf(folder, target)
     data = read_json(folder)
-    for name in (data.get("speculators_model_type"), *_architectures(data)):
+    for name in _kind_names(data):
         if name in _REFUSED:
             raise ModelError(f"{folder} is a {_REFUSED[name]} drafter, which Outrider does not run.")
     tensors = _load(folder)
@@ -149,7 +148,7 @@ def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
         raise ModelError(f"{folder} is not a trained head (a whole model goes with --draft-model).")
     try:
         return _READERS[kind](data, tensors, target, str(folder))
-    except _WRONG as error:
+    except MISREAD as error:
         problem = f"{type(error).__name__}: {error}"
         raise ModelError(f"{folder / CONFIG} is not as a head of its kind has it ({problem}).") from error
 
@@ -160,7 +159,7 @@ def _read_gguf(path: Path, target: ModelConfig) -> PublishedHead:
     try:
         reader = _READERS["speculators" if stored.data["speculators_model_type"] == "eagle3" else DFLASH]
         read = reader(stored.data, _renamed(stored.tensors), target, str(path))
-    except _WRONG as error:
+    except MISREAD as error:
         problem = f"{type(error).__name__}: {error}"
         raise ModelError(f"{path} is not as a head of its kind has it ({problem}).") from error
     configs = [(reading, reading.config) for reading in read.readings]
@@ -177,9 +176,14 @@ def _architectures(data: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
+def _kind_names(data: Mapping[str, Any]) -> list[str]:
+    """What a configuration calls its head."""
+    return [str(data.get("speculators_model_type")), *_architectures(data)]
+
+
 def _kind(data: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor] | None) -> str | None:
     """Which reader understands a folder; None: it is no head. The tensors decide between EAGLE-1 and a whole model."""
-    if any(name in _BLOCKS for name in (data.get("speculators_model_type"), *_architectures(data))):
+    if any(name in _BLOCKS for name in _kind_names(data)):
         return DFLASH
     if data.get("speculators_model_type") is not None:
         return "speculators"
@@ -454,7 +458,7 @@ def _windows(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
     """DFlash, DSpark and Domino, as z-lab and SpecForge write them (layer ids name outputs) or speculators
     (boundaries)."""
-    kind = next(n for n in (data.get("speculators_model_type"), *_architectures(data)) if n in _BLOCKS)
+    kind = next(name for name in _kind_names(data) if name in _BLOCKS)
     nested, own = data.get("transformer_layer_config"), dict(data.get("dflash_config") or {})
     sizes = dict(data) | (dict(nested) if nested else {}) | own
     named = {re.sub(r"^logit_head\.", "", name): tensor for name, tensor in _eagle_names(tensors, where).items()}

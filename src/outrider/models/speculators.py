@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import MISREAD, ModelError
 from .blocks import FORMATS, BlockTensor, block_size, encode
 from .config import ModelConfig, RopeScaling, to_hf
 from .paths import write_atomically
@@ -341,7 +341,7 @@ def read_config(folder: Path) -> HeadConfig:
         raise ModelError(f"{problem}; update Outrider, or make the head again.")
     try:
         return _from_json(data, own)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except MISREAD as error:
         raise ModelError(f"{folder / CONFIG} is damaged ({type(error).__name__}: {error}).") from error
 
 

@@ -37,6 +37,7 @@ from outrider.types import SamplingParams
 from support import tiny
 from support.gguf_heads import write_gguf_head
 from support.head_scores import block_scores, scored
+from support.lies import lies
 from support.reference_heads import DFlash, Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
 
 LAYERS, V, H, D, K = 8, 300, 32, 40, 6
@@ -803,10 +804,6 @@ def broken(llama: Llama, to: Path, what: str) -> None:
         data["num_attention_heads"] = "four"
     elif what == "heads":
         data["num_attention_heads"] = 0
-    elif what == "no width":
-        data["hidden_size"] = 0
-    elif what == "no end":
-        data["num_hidden_layers"] = float("inf")
     elif what == "immense":
         data["vocab_size"] = 1 << 40
     elif what == "rope":
@@ -843,7 +840,7 @@ BROKEN = {
     "fewer taps": "names 2 layers of its target, but its fc.weight reads 3", "activation": "activation 'gelu'",
     "quantised": "quantised weights", "last state": "use_aux_hidden_state", "sizes": "config.json",
     "heads": "fit together", "kind": "DFlash2", "algorithm": "MTP", "whole model": "--draft-model",
-    "no width": "ZeroDivisionError", "no end": "OverflowError", "immense": "fit together", "rope": "fit together",
+    "immense": "fit together", "rope": "fit together",
     "truncated": "damaged", "no weights": "no .safetensors", "no json": "cannot be read", "code": "more than tensors",
     "later algorithm": "'eagle9' drafter", "norms": "'embedding_layernorm.weight' that no head known",
 }  # fmt: skip
@@ -860,6 +857,21 @@ def test_what_is_wrong_is_reported_in_a_sentence(what: str, llama: Llama, plain:
     assert message.endswith(".")
     assert "\n" not in message
     assert str(tmp_path / "head") in message or what in ("activation", "heads", "immense", "rope")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("gguf")])
+def test_a_configuration_that_lies_is_a_sentence_or_a_head(name: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    FORMATS[name](llama, tmp_path / "head")
+    refused, file = list[str](), tmp_path / "head" / "config.json"
+    for data in lies(json.loads(file.read_text())):
+        file.write_text(json.dumps(data))
+        try:
+            read_published(tmp_path / "head", plain.target.config)
+        except ModelError as error:
+            refused.append(str(error))
+    assert refused
+    assert not [message for message in refused if "\n" in message or not message.endswith(".")]
 
 
 def spoilt_per_position(llama: Llama, to: Path, what: str) -> None:
