@@ -482,7 +482,8 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     readings = _block_readings(base, size, sizes.get("sample_from_anchor", sizes.get("shift_label")))
     first = readings[0].config
     assert isinstance(first, HeadConfig)
-    return PublishedHead(_BLOCKS[kind], readings, _complete(first, named, where))
+    name = _BLOCKS["DominoDraftModel" if first.prefix_state else kind]
+    return PublishedHead(name, readings, _complete(first, named, where))
 
 
 def _prefix_state(kind: str, sizes: Mapping[str, Any], named: Mapping[str, Tensor]) -> dict[str, Any]:

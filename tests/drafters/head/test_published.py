@@ -3,6 +3,7 @@ the command line; what a file does not say is found by trial; what is wrong is r
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -582,12 +583,15 @@ def test_our_own_head_is_read_as_a_foreign_one(target: Path, tmp_path: Path) -> 
         data = json.loads((folders[-1] / "config.json").read_text())
         data.pop("outrider", None)
         (folders[-1] / "config.json").write_text(json.dumps(data))
-    drafted = []
+    drafted, scores = [], []
     for folder in folders:
         llm = plain.using(drafter="head", head=str(folder), k=4, stop_below=0.0)
+        scores.append(scored(llm.engine.drafter.rollout.head))  # type: ignore[attr-defined]
         (result,) = llm.generate("the lazy dog", SamplingParams(max_tokens=30, ignore_eos=True))
         drafted.append((result.stats.tau, result.stats.drafted, result.token_ids))
     assert drafted[0] == drafted[1] == drafted[2]
+    assert torch.equal(scores[0], scores[1])
+    assert torch.equal(scores[0], scores[2])
 
 
 # ------------------------------------------------------------ what a file does not say
@@ -1007,6 +1011,34 @@ def test_vllms_configuration_is_taken_as_it_is(llama: Llama, target: Path, tmp_p
     assert from_speculative_config({"method": "medusa", "model": "a/b", "revision": "v1"})["head"] == "a/b@v1"
     llm = LLM(target, dtype="float32", speculative_config=given)
     assert (llm.config.drafter_name, llm.config.k) == ("head", 3)
+
+
+@pytest.mark.parametrize("name", ["speculators", "gguf", "mlp", "domino_unshifted"])
+def test_vllms_configuration_on_the_command_line(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
+    """The folder alone, without a method: the text of plain decoding, with drafts."""
+    FORMATS[name](llama, tmp_path / "head")
+    given = json.dumps({"model": head_at(tmp_path / "head"), "num_speculative_tokens": 4})
+    arguments = ["generate", "one two", "-m", str(target), "--dtype", "float32", "--raw", "-n", "12", "--json"]
+    plain, drafted = (
+        CliRunner().invoke(app, [*arguments, *more])
+        for more in (["--drafter", "off"], ["--speculative-config", given, "--set", "stop_below=0"])
+    )
+    assert (plain.exit_code, drafted.exit_code) == (0, 0), drafted.output
+    texts = [json.loads(done.stdout) for done in (plain, drafted)]
+    assert texts[0]["token_ids"] == texts[1]["token_ids"]
+    assert texts[1]["drafted"] > 12
+
+
+def test_any_value_in_vllms_configuration_is_a_sentence_or_taken(llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    specforge(llama, tmp_path / "head")
+    head = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    for given in (head | {"rejection_sample_method": "standard"}, {"method": "ngram", "prompt_lookup_max": 4}):
+        for changed in lies(given):
+            with contextlib.suppress(OutriderError):
+                plain.using(**from_speculative_config(changed))
+    for text in ("[1]", "5", "null", '"x"', '{"method":'):
+        with pytest.raises(ConfigError, match="is not a JSON object"):
+            from_speculative_config(text)
 
 
 @pytest.mark.parametrize(
