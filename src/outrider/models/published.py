@@ -31,6 +31,7 @@ from .speculators import (
     DFLASH,
     EAGLE1,
     FIRST,
+    MARKOV_PARTS,
     PREFIX_STATE,
     SPECULATORS_FIRST,
     HeadConfig,
@@ -459,7 +460,8 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     """DFlash, DSpark and Domino, as z-lab and SpecForge write them (layer ids name outputs) or speculators
     (boundaries)."""
     kind = next(name for name in _kind_names(data) if name in _BLOCKS)
-    nested, own = data.get("transformer_layer_config"), dict(data.get("dflash_config") or {})
+    nested = data.get("transformer_layer_config")
+    own = dict(data.get("dflash_config") or data.get("dspark_config") or {})
     sizes = dict(data) | (dict(nested) if nested else {}) | own
     named = {re.sub(r"^logit_head\.", "", name): tensor for name, tensor in _eagle_names(tensors, where).items()}
     if "hidden_norm.weight" in named:
@@ -477,6 +479,7 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
         base, kind=DFLASH, mask_token=int(mask or 0), own_mask="mask_embedding" in named,
         causal=bool(sizes.get("causal") or sizes.get("is_causal")), markov=0 if markov is None else markov.shape[-1],
         norm_before_residual=False, norm_output=False, **_prefix_state(kind, sizes, named),
+        markov_kind=_markov_kind(sizes, named, where),
         taps=_block_taps(data, own, nested is not None, len(base.taps), target, where),
     )  # fmt: skip
     readings = _block_readings(base, size, sizes.get("sample_from_anchor", sizes.get("shift_label")))
@@ -484,6 +487,17 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     assert isinstance(first, HeadConfig)
     name = _BLOCKS["DominoDraftModel" if first.prefix_state else kind]
     return PublishedHead(name, readings, _complete(first, named, where))
+
+
+def _markov_kind(sizes: Mapping[str, Any], named: Mapping[str, Tensor], where: str) -> str:
+    """Which variant of DSpark's term a file has, as it says or as its tensors show."""
+    found = next((kind for kind, part in MARKOV_PARTS.items() if f"markov_head.{part}.weight" in named), "")
+    kind = str(sizes.get("markov_head_type") or found).lower()
+    if kind in ("", "none", "vanilla") or "markov_head.markov_w1.weight" not in named:
+        return ""
+    if kind not in MARKOV_PARTS:
+        raise ModelError(f"{where} has a term of the kind '{kind}' for the token before, which Outrider does not run.")
+    return kind
 
 
 def _prefix_state(kind: str, sizes: Mapping[str, Any], named: Mapping[str, Tensor]) -> dict[str, Any]:

@@ -38,6 +38,8 @@ CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STORES = (*DTYPES, *(kind.lower() for kind in FORMATS))  # of a head's matrices on disk
+GATED, RECURRENT = "gated", "rnn"  # variants of DSpark's term for the token before
+MARKOV_PARTS = {GATED: "gate_proj", RECURRENT: "joint_proj"}  # and what they have besides
 PREFIX_STATE = "prefix_gru.weight_hh_l0"  # a Domino drafter has it
 _MOST_LAYERS = 16
 _LARGEST = 1 << 24  # size of anything: a damaged one must not exhaust the memory
@@ -90,6 +92,7 @@ class HeadConfig:
     causal: bool = False  # dflash: a row of a block sees those before it only, in every layer
     anchored: bool = False  # dflash: a block's first row predicts too, and each row the token after its own position
     markov: int = 0  # dflash: the width of the term for the token before; 0: there is none
+    markov_kind: str = ""  # dflash: a key of MARKOV_PARTS; empty: a term for the token before alone
     prefix_state: int = 0  # dflash: the width of a state over the tokens so far, which corrects scores; 0: none
     prefix_inner: int = 0  # the width within that correction
     prefix_from: int = 0  # the first token of a draft that it corrects
@@ -157,6 +160,10 @@ def shapes(c: HeadConfig) -> Shapes:
     if c.markov:
         named["markov_head.markov_w1.weight"] = (c.vocab_size, c.markov)
         named["markov_head.markov_w2.weight"] = (c.draft_vocab_size, c.markov)
+    if c.markov_kind:
+        part, r = f"markov_head.{MARKOV_PARTS[c.markov_kind]}", c.markov
+        rows, inputs = (r, h + r) if c.markov_kind == GATED else (3 * r, 2 * r + h)
+        named |= {f"{part}.weight": (rows, inputs), f"{part}.bias": (rows,)}
     if c.prefix_state:
         named["prefix_gru.weight_ih_l0"] = (3 * c.prefix_state, h)
         named[PREFIX_STATE] = (3 * c.prefix_state, c.prefix_state)

@@ -108,7 +108,11 @@ def head_for(target: Transformer, kind: str, dtype: torch.dtype = torch.float32)
     config, tensors = random_head(target.config, DFLASH if blocks else kind, layers=1 + blocks)
     config = replace(config, anchored=kind in ("dspark", "anchored"))
     if kind in ("dspark", "domino"):
-        own = {"markov": 5} if kind == "dspark" else {"prefix_state": 6, "prefix_inner": 7, "prefix_from": 1}
+        own: dict[str, Any] = (
+            {"markov": 5, "markov_kind": "rnn"}
+            if kind == "dspark"
+            else {"prefix_state": 6, "prefix_inner": 7, "prefix_from": 1}
+        )
         dice, config = torch.Generator().manual_seed(7), replace(config, **own)
         for name in shapes(config).keys() - tensors.keys():
             tensors[name] = 3 * torch.randn(shapes(config)[name], generator=dice)

@@ -298,6 +298,10 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
     if rank := own.pop("markov", 0):
         shapes |= {"markov_head.markov_w1.weight": (V, rank), "markov_head.markov_w2.weight": (V, rank)}
         shapes |= {"confidence_head.proj.weight": (1, H), "confidence_head.proj.bias": (1,)}
+        joint = {"gated": ("gate_proj", rank, H + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + H)}
+        if kind := own.pop("markov_kind", ""):
+            part, rows, inputs = joint[kind]
+            shapes |= {f"markov_head.{part}.weight": (rows, inputs), f"markov_head.{part}.bias": (rows,)}
     if domino := own.pop("domino", None):
         state, inner = domino["gru_hidden_dim"], domino["emb_dim"]
         shapes |= {"prefix_gru.weight_ih_l0": (3 * state, H), "prefix_gru.weight_hh_l0": (3 * state, state)}
@@ -386,6 +390,10 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "dflash": dflash, "dflash_speculators": dflash_speculators, "dflash_sliding": dflash_sliding,
     "dflash_causal": lambda llama, to: dflash(llama, to, dflash_config={"causal": True}),
     "dspark": dspark, "domino": domino,
+    "dspark_gated": lambda llama, to: dflash(llama, to, K, markov=5, markov_kind="gated", sample_from_anchor=True),
+    "dspark_rnn": lambda llama, to: dflash(
+        llama, to, markov=5, markov_kind="rnn", sample_from_anchor=False, dflash_config={"markov_head_type": "rnn"}
+    ),
     "domino_unshifted": lambda llama, to: domino(llama, to, False, 0, "DFlashDraftModel"),
     "dspark_unanchored": lambda llama, to: dflash(llama, to, markov=5, sample_from_anchor=False),
     "dflash_anchored": lambda llama, to: dflash(llama, to, K, sample_from_anchor=True),
@@ -565,6 +573,10 @@ def test_the_reference_of_prefixes_is_torchs_and_would_notice(llama: Llama, tmp_
         assert other.draft(text, K) != chain
     later = DFlash(llama, right.w, right.sizes, [1, 4, 8], **right.flags | {"corrected_from": 2})
     assert later.draft(text, K) != chain
+    for kind, part in (("dspark_gated", "gate_proj"), ("dspark_rnn", "joint_proj")):
+        right, name = FORMATS[kind](llama, tmp_path / kind), f"markov_head.{part}.weight"
+        other = DFlash(llama, right.w | {name: -right.w[name]}, right.sizes, [1, 4, 8], **right.flags)
+        assert other.draft(text, K) != right.draft(text, K)
 
 
 def test_our_own_head_is_read_as_a_foreign_one(target: Path, tmp_path: Path) -> None:
@@ -919,6 +931,11 @@ def spoilt_block(llama: Llama, to: Path, what: str) -> None:
         del tensors["layers.1.mlp.up_proj.weight"]
     elif what == "dspark gated":
         tensors["markov_head.gate_proj.weight"] = torch.zeros(2, 2)
+        tensors["markov_head.gate_proj.bias"] = torch.zeros(5)
+    elif what == "dspark other":
+        data["markov_head_type"] = "fir"
+    elif what == "dspark without":
+        data["markov_head_type"] = "rnn"
     elif what == "dspark rank":
         tensors["markov_head.markov_w2.weight"] = torch.zeros(V, 4)
     elif what == "domino gap":
@@ -952,7 +969,8 @@ def spoilt_block(llama: Llama, to: Path, what: str) -> None:
 
 SPOILT = {
     "dflash gap": "no tensor 'layers.1.mlp.up_proj.weight'", "dspark gap": "no tensor 'layers.1.mlp.up_proj.weight'",
-    "dspark gated": "'markov_head.gate_proj.weight' that no head known", "dspark rank": "has the shape [300, 4]",
+    "dspark gated": "'markov_head.gate_proj.weight' has the shape [2, 2]", "dspark other": "kind 'fir'",
+    "dspark without": "no tensor 'markov_head.joint_proj.weight'", "dspark rank": "has the shape [300, 4]",
     "domino gap": "no tensor 'prefix_gru.weight_hh_l0'", "domino state": "has the shape [36, 32] instead of [33, 32]",
     "domino silent": "KeyError: 'emb_dim'", "domino before": "fit together",
     "peagle gap": "no tensor 'layers.1.mlp.up_proj.weight'", "peagle width": "'mask_hidden' has the shape",

@@ -24,7 +24,7 @@ from ...backends.linear import summed
 from ...backends.rows import Rows, rows_of
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache, Plane
-from ...models.speculators import PREFIX_STATE, HeadConfig, HeadTensors
+from ...models.speculators import GATED, MARKOV_PARTS, PREFIX_STATE, RECURRENT, HeadConfig, HeadTensors
 from ...types import Sequence
 from .features import FeatureCache
 from .network import Head
@@ -34,50 +34,77 @@ if TYPE_CHECKING:
     from .dflash_captured import BlockGraphs
 
 
-class PairTerm:
-    """DSpark's correction of a block's scores: a term for the token before."""
+class Term:
+    """A correction of a block's scores, from left to right."""
 
     def __init__(self, head: DFlashHead) -> None:
+        self.compute, self.stream = head.compute, head.stream
+
+    def step(
+        self, scores: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None, place: int
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Scores [R, D] of the token at this place of a draft, and the state [R, s] for the next one.
+
+        hidden [R, H]: the rows that the scores come from; before [R]: the tokens before; state: None at place 0.
+        """
+        raise NotImplementedError
+
+    def _run(self, product: Any, *parts: Tensor) -> Tensor:
+        """A product of these parts side by side, [R, n]."""
+        x = torch.cat([part.to(self.compute) for part in parts], 1) if len(parts) > 1 else parts[0].to(self.compute)
+        return summed(product(x)).to(self.stream)
+
+    def _nothing(self, tokens: Tensor, width: int) -> Tensor:
+        return torch.zeros(len(tokens), width, dtype=self.stream, device=tokens.device)
+
+
+class PairTerm(Term):
+    """DSpark's: a term for the token before, as it is, gated by the block's row, or from a state that reads both."""
+
+    def __init__(self, head: DFlashHead) -> None:
+        super().__init__(head)
         first, second = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
         self.first: Tensor = head._tensors[first].to(head.device, head.compute)  # [V, r]
-        self.second = head._product("markov", second)  # [D, r]
+        self.second, self.kind = head._product("markov", second), head.config.markov_kind  # [D, r]
+        part = MARKOV_PARTS.get(self.kind)
+        self.joint = head._product("markov_joint", f"markov_head.{part}.weight") if part else None
 
-    def read(self, tokens: Tensor, state: Tensor | None) -> Tensor:
-        """The state [R, s] after these tokens [R] and those in the state before; None: there are none."""
-        return self.first[tokens]
+    def step(
+        self, scores: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None, place: int
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        seen = self.first[before].to(self.stream)  # [R, r]
+        if self.kind == GATED:
+            seen = seen * torch.sigmoid(self._run(self.joint, hidden, seen))
+        elif self.kind == RECURRENT:
+            state = self._nothing(before, seen.shape[1]) if state is None else state
+            keep, candidate, shown = self._run(self.joint, state, seen, hidden).chunk(3, 1)  # [R, r] each
+            state, seen = torch.lerp(torch.tanh(candidate), state, torch.sigmoid(keep)), torch.tanh(shown)
+        return scores + self._run(self.second, seen).to(scores.dtype), state
 
-    def added(self, scores: Tensor, hidden: Tensor, state: Tensor, place: int) -> Tensor:
-        """Scores [R, D] of the token at this place of a draft. hidden [R, H]: the rows that they come from."""
-        return scores + summed(self.second(state)).to(scores.dtype)
 
-
-class PrefixTerm:
+class PrefixTerm(Term):
     """Domino's: a gated recurrent unit reads the block's tokens so far, and corrects scores beside the block's row."""
 
     def __init__(self, head: DFlashHead) -> None:
-        self.embedding, self.stream, self.width = head.embedding, head.stream, head.config.prefix_state
-        self.compute, self.start = head.compute, head.config.prefix_from
+        super().__init__(head)
+        self.embedding, self.width, self.start = head.embedding, head.config.prefix_state, head.config.prefix_from
         self.inputs = head._product("prefix_inputs", "prefix_gru.weight_ih_l0")  # [3 s, H]
         self.again = head._product("prefix_again", PREFIX_STATE)  # [3 s, s]
         self.inner = head._product("prefix_inner", "embed_proj.0.weight")  # [e, H + s]
         self.outer = head._product("prefix_outer", "embed_proj.2.weight")  # [D, e]
 
-    def read(self, tokens: Tensor, state: Tensor | None) -> Tensor:
-        if state is None:
-            state = torch.zeros(len(tokens), self.width, dtype=self.stream, device=tokens.device)
-        new = self._run(self.inputs, self.embedding[tokens]).chunk(3, 1)  # [R, s] each: reset, keep, candidate
+    def step(
+        self, scores: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None, place: int
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        state = self._nothing(before, self.width) if state is None else state
+        new = self._run(self.inputs, self.embedding[before]).chunk(3, 1)  # [R, s] each: reset, keep, candidate
         old = self._run(self.again, state).chunk(3, 1)
         reset, keep = torch.sigmoid(new[0] + old[0]), torch.sigmoid(new[1] + old[1])
-        return torch.lerp(torch.tanh(new[2] + reset * old[2]), state, keep)
-
-    def added(self, scores: Tensor, hidden: Tensor, state: Tensor, place: int) -> Tensor:
+        state = torch.lerp(torch.tanh(new[2] + reset * old[2]), state, keep)
         if place < self.start:
-            return scores
-        inner = self._run(self.inner, torch.cat([hidden.to(self.stream), state], 1))  # [R, e]
-        return scores + self._run(self.outer, torch.nn.functional.silu(inner)).to(scores.dtype)
-
-    def _run(self, product: Any, x: Tensor) -> Tensor:
-        return summed(product(x.to(self.compute))).to(self.stream)
+            return scores, state
+        inner = torch.nn.functional.silu(self._run(self.inner, hidden, state))  # [R, e]
+        return scores + self._run(self.outer, inner).to(scores.dtype), state
 
 
 class DFlashHead(Head):
@@ -95,7 +122,8 @@ class DFlashHead(Head):
         table = self.embedding
         self.mask = table[config.mask_token] if own is None else own.to(self.device)  # [H]
         self._tensors = tensors
-        self.term = PairTerm(self) if config.markov else PrefixTerm(self) if config.prefix_state else None
+        terms: list[type[Term]] = [PairTerm] * (config.markov > 0) + [PrefixTerm] * (config.prefix_state > 0)
+        self.term = terms[0](self) if terms else None
         self._tensors = {}
 
     def _prepare(self, length: int) -> None:
@@ -159,8 +187,9 @@ class DFlashHead(Head):
         for place, row in enumerate(scores):
             if self.term is not None:
                 before = torch.tensor([chosen[-1] if place else last], device=self.device)
-                state = self.term.read(before, state)
-                row = self.term.added(row[None].to(self.device), hidden[place, None], state, place)[0].cpu()
+                shown = row[None].to(self.device)
+                given, state = self.term.step(shown, hidden[place, None], before, state, place)
+                row = given[0].cpu()
             yield row
 
 

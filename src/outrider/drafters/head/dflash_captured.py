@@ -116,8 +116,7 @@ class BlockPass(MaskPass, _Blocks):
         each, hidden = (rows.view(b, -1, rows.shape[1]) for rows in (scores, self.hidden))  # [b, each, D], [b, each, H]
         tokens, chain, state = self.form.device["block_tokens"].view(b, -1)[:, 0], [], None  # [b]
         for j in range(each.shape[1]):
-            state = term.read(tokens, state)
-            given = term.added(each[:, j], hidden[:, j], state, j)
+            given, state = term.step(each[:, j], hidden[:, j], tokens, state, j)
             tokens = super()._chosen(given, [law.view(b, -1)[:, j].contiguous() for law in laws])
             chain.append(tokens)
         return torch.stack(chain, 1).flatten()
