@@ -125,9 +125,12 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
     vLLM's settings of devices, kernels and limits are ignored; a key that vLLM does not have is refused by its name.
     """
     try:
-        config = dict(json.loads(text)) if isinstance(text, str) else dict(text)
-    except (ValueError, TypeError) as error:
+        given = json.loads(text) if isinstance(text, str) else text
+    except ValueError as error:
         raise ConfigError(f"The speculative configuration is not a JSON object: {error}.") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"The speculative configuration is not a JSON object, but {given!r}.")
+    config = dict(given)
     model, revision = config.pop("model", None), config.pop("revision", None)
     method = config.pop("method", None) or _vllm_method(model)
     if not isinstance(method, str) or method not in _VLLM_METHODS:
@@ -142,7 +145,7 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
     if "num_speculative_tokens" in config:
         arguments["k"] = config.pop("num_speculative_tokens")
     if (rule := config.pop("rejection_sample_method", None)) is not None:
-        if rule not in _VLLM_RULES:
+        if not isinstance(rule, str) or rule not in _VLLM_RULES:
             raise ConfigError(f"The rejection_sample_method '{rule}' of the speculative configuration is not lossless.")
         arguments["rule"] = _VLLM_RULES[rule]
     options = lookup(drafter).traits.options or ()

@@ -6,6 +6,9 @@ a traceback is for bugs only.
 
 from __future__ import annotations
 
+# What code that reads a configuration raises where a value is missing, of another type or out of all bounds.
+MISREAD = (TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+
 
 class OutriderError(Exception):
     """Something a user can repair; `str(error)` is a whole sentence."""

@@ -8,16 +8,19 @@ poisoned.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from outrider.backends import ops
 from outrider.backends.cuda.capture import Driver
 from outrider.backends.cuda.graphs import Graphs
 from outrider.backends.cuda.kernels import attention, elementwise, matmul
+from outrider.backends.cuda.packing import PackedTransformer
 from outrider.backends.cuda.state import DeviceState
 from outrider.backends.rows import Rows
 from outrider.backends.transformer import Transformer
@@ -26,12 +29,15 @@ from outrider.engine.batch import BatchBuilder
 from outrider.engine.cache import Cache, Plane
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
+from outrider.models.checkpoint import open_checkpoint
+from outrider.models.precision import GGUF
 from outrider.models.weights import LayerSubset
 from outrider.params import SamplingParams
 from outrider.types import Sequence
 
 from support.device_engine import device_engine, padded_plane
-from support.kernels import DEVICE, GPU, HALF, exact_products as exact_products
+from support.gguf_t5 import write_t5
+from support.kernels import DEVICE, GPU, HALF, exact_products as exact_products, ordered_products as ordered_products
 from support.pairs import CASES, TINY, ours, pair, source, text, their_logits
 
 F32 = torch.float32
@@ -172,6 +178,22 @@ def test_rounded_weights_are_near(case: str) -> None:
         bench = DeviceBench(Transformer(config, weights, dtype, DEVICE, 80, int8=int8))
         got = bench.chunks(bench.add(1, text(LONG), source(SOURCE)))
         assert torch.cosine_similarity(got, wanted, dim=1).median() > 0.97
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, pytest.param(Kind.Q4_0, marks=pytest.mark.slow)])
+def test_a_t5_files_own_blocks(kind: Kind, tmp_path: Path, ordered_products: None) -> None:
+    """Encoder, cross-attention and decoder read the blocks of a GGUF file as what they stand for."""
+    checkpoint = open_checkpoint(write_t5(tmp_path / "model.gguf", pair("blocks t5")[0], kind))
+    config, weights = checkpoint.config, checkpoint.weights
+    bench = DeviceBench(Transformer(config, weights, F32, DEVICE, 80))
+    wanted = bench.chunks(bench.add(1, text(LONG), source(SOURCE)))
+    packed = PackedTransformer(config, weights, GGUF, DEVICE, 80, F32)
+    assert packed.description.endswith("in the checkpoint's own precision (gguf).")
+    bench = DeviceBench(packed)
+    whole = bench.chunks(bench.add(1, text(LONG), source(SOURCE)))
+    torch.testing.assert_close(whole, wanted, atol=2e-3, rtol=2e-3)
+    bench = DeviceBench(packed)
+    assert torch.equal(bench.chunks(bench.add(1, text(LONG), source(SOURCE)), 1), whole)
 
 
 @pytest.mark.slow

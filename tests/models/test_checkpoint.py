@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outrider.errors import ModelError
-from outrider.models import gguf_file
+from outrider.models import checkpoint, gguf_file
 from outrider.models.checkpoint import Checkpoint, open_checkpoint
 from outrider.models.config import ModelConfig, from_hf
 from outrider.models.gguf_file import GGUF, gguf_config
@@ -37,6 +37,7 @@ from support.gguf_files import (
     tiny_tokenizer,
     write_gguf,
 )
+from support.lies import lies
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -251,6 +252,21 @@ def test_gguf_llama3_factors(tmp_path: Path) -> None:
     ours = gguf_config(GGUF(path)).inverse_frequencies()
     plain = 1e4 ** -(torch.arange(0, 8, 2, dtype=torch.float64) / 8)
     torch.testing.assert_close(ours, plain / torch.tensor(factors, dtype=torch.float64))
+
+
+def test_gguf_values_that_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every key with each of many values: a sentence or a model."""
+    write_gguf(tmp_path / "a.gguf", "llama")
+    whole = GGUF(tmp_path / "a.gguf").metadata
+    for metadata in lies(whole):
+        monkeypatch.setattr(checkpoint, "GGUF", lambda path, changed=metadata: _with(GGUF(path), changed))
+        with contextlib.suppress(ModelError):
+            open_checkpoint(tmp_path / "a.gguf")
+
+
+def _with(file: GGUF, metadata: dict[str, Any]) -> GGUF:
+    file.metadata = metadata
+    return file
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from outrider.errors import ModelError
-from outrider.models import marian
+from outrider.models import pieces
 from outrider.models.marian import MarianTokenizer, open_marian
 
 from support.examples import examples
@@ -156,4 +156,4 @@ def test_damaged_files_are_named(data: bytes, tmp_path: Path) -> None:
 
 def test_numbers_of_any_length() -> None:
     for value in (0, 127, 128, 300, 2**40):
-        assert marian._varint(varint(value) + b"\x05", 0) == (value, len(varint(value)))
+        assert pieces._varint(varint(value) + b"\x05", 0) == (value, len(varint(value)))

@@ -42,7 +42,7 @@ def run(head: Head, features: Tensor, pieces: list[int], masks: int) -> Tensor:
 
 
 def block_scores(head: DFlashHead) -> Tensor:
-    """Scores of a block's masks behind ten positions with random states. [6, D]"""
+    """Scores of a block's masks behind ten positions with random states, given certain tokens before. [6, D]"""
     tokens = [(13 * i + 5) % head.config.vocab_size for i in range(11)]
     cache, seq = Cache(40, 2, 30), Sequence(1, tokens)
     plane, features = cache.add_plane(*head.plane_shape), ObservedFeatures(head.config.taps)
@@ -51,8 +51,12 @@ def block_scores(head: DFlashHead) -> Tensor:
     width = head.config.target_hidden_size * len(head.config.taps)
     shown = torch.randn(10, width, generator=torch.Generator().manual_seed(2))
     features.pieces[1] = [Piece(0, 10, 0, shown.chunk(len(head.config.taps), 1))]
-    (scores,) = DFlashRollout(head, cache, plane, features)._blocks([seq], [6])
-    return scores
+    rollout, chosen, given = DFlashRollout(head, cache, plane, features), list[int](), list[Tensor]()
+    (scores,) = rollout._blocks([seq], [6])
+    for row in rollout._in_order(scores, seq, chosen):
+        chosen.append(tokens[len(given)])
+        given.append(row)
+    return torch.stack(given)
 
 
 def scored(head: Any) -> Tensor:

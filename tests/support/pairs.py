@@ -55,6 +55,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {  # for triton's interpreter
         "t5",
         _T5 | {"d_model": 16, "d_kv": 8, "num_layers": 1, "num_heads": 2, "feed_forward_proj": "gated-gelu"},
     ),
+    "blocks t5": (  # of 32 weights; distances as in every GGUF file
+        "t5",
+        _T5
+        | {
+            "d_ff": 64,
+            "d_kv": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "feed_forward_proj": "gated-gelu",
+            "relative_attention_max_distance": 128,
+        },
+    ),
 }
 
 _FACTORS = {"q_proj.weight": 3.0, "out_proj.weight": 0.5, "fc2.weight": 0.5, "final_logits": 0.3}

@@ -26,6 +26,10 @@ def silu(x: Array) -> Array:
     return x / (1 + np.exp(-x))
 
 
+def sigmoid(x: Array) -> Array:
+    return 1 / (1 + np.exp(-x))
+
+
 def gelu(x: Array) -> Array:
     return np.array([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in x])
 
@@ -182,7 +186,8 @@ class Eagle1(Eagle3):
 
 class DFlash:
     """A block of masks that see each other, over keys and values of the target's fused states. `flags`: block, mask (a
-    token), causal, windows (by layer), anchored (the first row predicts too, and each one the token after its own)."""
+    token), causal, windows (by layer), anchored (the first row predicts too, and each one the token after its own), and
+    corrected_from for Domino (the first token of a draft that its state over the tokens before corrects)."""
 
     def __init__(self, target: Llama, w: Weights, sizes: dict[str, Any], boundaries: list[int], **flags: Any) -> None:
         self.target, self.sizes, self.boundaries, self.flags = target, sizes, boundaries, flags
@@ -233,15 +238,39 @@ class DFlash:
             rows = [x + mlp(w, at, rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)) for x in rows]
         return [rms(x, w["norm.weight"], eps) for x in rows]
 
+    def with_bias(self, name: str, parts: list[Array]) -> Array:
+        """Of DSpark's term."""
+        at = f"markov_head.{name}"
+        return self.w[f"{at}.weight"] @ np.concatenate(parts) + self.w[f"{at}.bias"]
+
+    def prefix(self, tokens: list[int]) -> Array:
+        """Domino's state after these tokens."""
+        state = np.zeros(self.w["prefix_gru.weight_hh_l0"].shape[1])
+        for token in tokens:
+            new = np.split(self.w["prefix_gru.weight_ih_l0"] @ self.embedding[token], 3)
+            old = np.split(self.w["prefix_gru.weight_hh_l0"] @ state, 3)
+            reset, keep = (sigmoid(new[i] + old[i]) for i in (0, 1))
+            state = (1 - keep) * np.tanh(new[2] + reset * old[2]) + keep * state
+        return state
+
     def draft(self, tokens: list[int], k: int) -> list[int]:
         chain: list[int] = []
-        first = 0 if self.flags.get("anchored") else 1
+        first, markov = 0 if self.flags.get("anchored") else 1, "markov_head.markov_w1.weight" in self.w
+        state = np.zeros(self.w["markov_head.markov_w1.weight"].shape[1] if markov else 0)
         for row in self.hidden(tokens)[first : first + k]:
             scores, before = self.output @ row, [*tokens, *chain][-1]
-            if "markov_head.markov_w1.weight" in self.w:
-                scores = (
-                    scores + self.w["markov_head.markov_w2.weight"] @ self.w["markov_head.markov_w1.weight"][before]
-                )
+            if "prefix_gru.weight_hh_l0" in self.w and len(chain) >= self.flags["corrected_from"]:
+                both = np.concatenate([row, self.prefix([tokens[-1], *chain])])
+                scores = scores + self.w["embed_proj.2.weight"] @ silu(self.w["embed_proj.0.weight"] @ both)
+            if markov:
+                seen = self.w["markov_head.markov_w1.weight"][before]
+                if "markov_head.gate_proj.weight" in self.w:
+                    seen = seen * sigmoid(self.with_bias("gate_proj", [row, seen]))
+                if "markov_head.joint_proj.weight" in self.w:
+                    gate, candidate, shown = np.split(self.with_bias("joint_proj", [state, seen, row]), 3)
+                    state = sigmoid(gate) * state + (1 - sigmoid(gate)) * np.tanh(candidate)
+                    seen = np.tanh(shown)
+                scores = scores + self.w["markov_head.markov_w2.weight"] @ seen
             chain.append(int(self.ids[int(np.argmax(scores))]))
         return chain
 

@@ -146,7 +146,7 @@ def make(drafter: str | type[Drafter], workspace: Workspace) -> Drafter:
         return cls(workspace)
     except ConfigError:
         raise
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"The drafter '{cls.name}' cannot be built with these options: {error}.") from error
 
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, ModelError
+from ..errors import MISREAD, ConfigError, ModelError
 from .config import FAMILIES, QUANTISED, ModelConfig, UnsupportedModel, token_ids
 from .encoder_decoder import ENCODER_DECODERS, folder_tensors, model_config, named_weights
 from .fetch import HUB_NAME, default_model, hub_model
 from .foreign import ForeignWeights, SourceTokenizer, adapt_tokenizer, foreign_config, open_foreign, open_tokenizer
-from .gguf_file import GGUF, GGUFWeights, gguf_config
+from .gguf_file import GGUF, GGUFWeights, gguf_config, t5_in_hf_words
 from .marian import open_marian
+from .pieces import gguf_pieces
 from .published import is_head
 from .quantised import QuantisedWeights
 from .tokenizer import Tokenizer, read_json
@@ -128,14 +129,16 @@ def _source_tokenizer(folder: Path) -> Any:
 
 def _open_gguf(path: Path) -> Checkpoint:
     file = GGUF(path)
+    t5 = file.metadata.get("general.architecture") == "t5"
     try:
-        config = gguf_config(file)
-        tokenizer = Tokenizer.from_gguf(file)
-    except (TypeError, ValueError, LookupError, AttributeError) as error:  # a value of an unexpected type
+        config = model_config(t5_in_hf_words(file)) if t5 else gguf_config(file)
+        tokenizer = gguf_pieces(file.metadata) if t5 else Tokenizer.from_gguf(file)
+    except MISREAD as error:
         raise ModelError(f"{path} is damaged ({error}); delete it and download it again.") from error
     file.forget_vocabulary()
-    weights = adapted(GGUFWeights(file, config), config, in_gguf=True)
-    return _checked(path.stem, path, config, weights, tokenizer)
+    weights = GGUFWeights(file, config)
+    named = weights if config.encoder is not None else adapted(weights, config, in_gguf=True)
+    return _checked(path.stem, path, config, named, tokenizer)
 
 
 def _checked(name: str, path: Path, config: ModelConfig, weights: Weights, tokenizer: Tokenizer) -> Checkpoint:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import MISREAD, ModelError
 
 SUPPORTED = (
     "Llama 2 and 3, SmolLM2 and 3, Mistral, Qwen2 and 2.5, Qwen3 (dense), Gemma 2 and 3 (text), Phi-3 and 4, "
@@ -298,7 +298,7 @@ def from_hf(data: Mapping[str, Any], generation: Mapping[str, Any] | None = None
     """From `config.json`, and `generation_config.json`, which may name more end tokens."""
     try:
         return _from_hf(data, generation or {})
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except MISREAD as error:
         raise ModelError(f"The model's config.json is not as it should be ({error}); download it again.") from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ModelError, first_line
+from ..errors import MISREAD, ModelError, first_line
 from .config import (
     ERF_GELU,
     GELU,
@@ -49,7 +49,7 @@ def model_config(data: Mapping[str, Any], generation: Mapping[str, Any] | None =
         return from_hf(data, generation)
     try:
         return _encoder_decoder(data, generation or {})
-    except (TypeError, ValueError, AttributeError, KeyError) as error:
+    except MISREAD as error:
         raise ModelError(f"The model's config.json is not as it should be ({error}); download it again.") from error
 
 

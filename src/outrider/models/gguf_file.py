@@ -25,7 +25,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, quants
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import ModelError, first_line
 from . import config as configs
 from .config import ModelConfig, RopeScaling, integer, token_ids
 from .precision import GGUF as GGUF_BLOCKS
@@ -165,7 +165,7 @@ class GGUF:
 
     def forget_vocabulary(self) -> None:
         """Drop the header's long arrays: a tokenizer that was made from them has its own copy."""
-        for name in ("tokens", "merges", "scores", "token_type"):
+        for name in ("tokens", "merges", "scores", "token_type", "precompiled_charsmap"):
             self.metadata.pop(f"tokenizer.ggml.{name}", None)
         self.release()
 
@@ -203,6 +203,8 @@ _END_TEXTS |= {"<|return|>", "<|call|>"}
 def gguf_config(file: GGUF) -> ModelConfig:
     """The configuration in a header. Biases, q/k norms and a tied head follow from which tensors the file has."""
     named = str(file.metadata.get("general.architecture"))
+    if named == "t5encoder":
+        raise configs.UnsupportedModel("The file holds only the encoder of a T5, which reads texts and writes none.")
     family = configs.supported(file.metadata.get("general.architecture"))
     own = {k[len(named) + 1 :]: v for k, v in file.metadata.items() if k.startswith(named + ".")}
     if own.get("expert_count") and family == "llama":
@@ -320,6 +322,44 @@ def gguf_eos_ids(metadata: Mapping[str, Any]) -> frozenset[int]:
     return token_ids(named) | frozenset(i for i, (text, type_) in typed if type_ == _CONTROL and text in _END_TEXTS)
 
 
+def t5_in_hf_words(file: GGUF) -> dict[str, Any]:
+    """The configuration of a T5 or Flan-T5, as its config.json has it.
+
+    llama.cpp has no keys for what it takes from the tensors: gates, and an output matrix of its own. T5's distances
+    have their usual limit there.
+    """
+    own = {k.removeprefix("t5."): v for k, v in file.metadata.items() if k.startswith("t5.")}
+    if "dec.blk.1.attn_rel_b.weight" in file.tensors or "enc.blk.1.attn_rel_b.weight" in file.tensors:
+        raise configs.UnsupportedModel(
+            "Each layer of the model has a bias by distance of its own (UMT5): not supported."
+        )
+    layers, heads = integer(own, "block_count", most=configs.MAX_LAYERS), integer(own, "attention.head_count")
+    hidden, token = integer(own, "embedding_length"), file.metadata.get
+    return {
+        "model_type": "t5", "vocab_size": file.shape("token_embd.weight")[0], "d_model": hidden, "num_heads": heads,
+        "d_kv": integer(own, "attention.key_length", hidden // max(heads, 1)),
+        "d_ff": integer(own, "feed_forward_length"), "num_layers": layers,
+        "num_decoder_layers": integer(own, "decoder_block_count", layers),
+        "layer_norm_epsilon": float(own.get("attention.layer_norm_rms_epsilon", 1e-6)),
+        "n_positions": integer(own, "context_length", 512),
+        "relative_attention_num_buckets": integer(own, "attention.relative_buckets_count"),
+        "feed_forward_proj": "gated-gelu" if "dec.blk.0.ffn_gate.weight" in file.tensors else "relu",
+        "tie_word_embeddings": _is_tied(file), "decoder_start_token_id": own.get("decoder_start_token_id"),
+        "pad_token_id": token("tokenizer.ggml.padding_token_id"), "eos_token_id": token("tokenizer.ggml.eos_token_id"),
+    }  # fmt: skip
+
+
+def _is_tied(file: GGUF) -> bool:
+    """Whether a T5 writes with its embedding. Files have that matrix twice where the original did, rounded or not."""
+    if "output.weight" not in file.tensors:
+        return True
+    shapes = {file.shape(name) for name in ("output.weight", "token_embd.weight")}
+    if len(shapes) > 1:
+        return False
+    output, embedding = (file.array(name, slice(0, 64)) for name in ("output.weight", "token_embd.weight"))
+    return bool(np.linalg.norm(output - embedding) < 0.3 * np.linalg.norm(embedding))
+
+
 # ------------------------------------------------------------ weights
 
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
@@ -334,6 +374,10 @@ _BLOCK = {
     "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
     "ffn_down_shexp": "mlp.shared_experts.down_proj", "exp_probs_b": "mlp.correction",
 }  # fmt: skip
+_OF_PAIRS = {  # of an encoder–decoder's layers, besides
+    "attn_o": "self_attn.o_proj", "cross_attn_norm": "cross_attention_layernorm", "cross_attn_q": "cross_attn.q_proj",
+    "cross_attn_k": "cross_attn.k_proj", "cross_attn_v": "cross_attn.v_proj", "cross_attn_o": "cross_attn.o_proj",
+}  # fmt: skip
 _NEXTN = {"eh_proj": "eh_proj", "enorm": "enorm", "hnorm": "hnorm", "shared_head_norm": "shared_head.norm"}  # MTP
 _GGUF_TOP, _GGUF_BLOCK = ({hf: name for name, hf in table.items()} for table in (_TOP, _BLOCK))
 # llama.cpp rotates neighbours (2i, 2i+1) in these, Hugging Face halves (i, i + d/2).
@@ -346,6 +390,9 @@ class GGUFWeights(Weights):
     def __init__(self, file: GGUF, config: ModelConfig) -> None:
         self._file, self._config = file, config
         self._names = {hf: name for name in file.tensors if (hf := hf_name(name)) is not None}
+        if config.encoder is not None and "embed_tokens.weight" in self._names:  # one matrix for both, or for all three
+            shared = self._names["embed_tokens.weight"]
+            self._names = {"encoder.embed_tokens.weight": shared, "lm_head.weight": shared} | self._names
         if config.architecture in _PERMUTED and config.rotary_dim != config.head_dim:
             raise ModelError(f"{file.path} rotates only a part of each head, which is not supported in such files.")
 
@@ -425,6 +472,9 @@ def reorder_rows(name: str, tensor: Tensor, config: ModelConfig, to_gguf: bool) 
 
 def hf_name(name: str) -> str | None:
     """`blk.3.attn_q.weight` -> `layers.3.self_attn.q_proj.weight`; None for a tensor that the decoder does not use."""
+    half, _, rest = name.partition(".")
+    if half in ("enc", "dec"):
+        return _pair_name("encoder." if half == "enc" else "", rest.split("."))
     parts = name.split(".")
     if len(parts) == 2 and parts[0] in _TOP:
         return f"{_TOP[parts[0]]}.{parts[1]}"
@@ -433,6 +483,16 @@ def hf_name(name: str) -> str | None:
     if len(parts) == 5 and parts[0] == "blk" and parts[2] == "nextn" and parts[3] in _NEXTN:
         return f"layers.{parts[1]}.{_NEXTN[parts[3]]}.{parts[4]}"
     return None
+
+
+def _pair_name(half: str, parts: list[str]) -> str | None:
+    """The name of a T5's tensor: `half`, and `blk.3.attn_o.weight` in parts. All layers share the first one's bias."""
+    if parts[:-1] == ["output_norm"]:
+        return f"{half}norm.{parts[-1]}"
+    if parts[:-1] == ["blk", "0", "attn_rel_b"]:
+        return f"{half}distance_bias.{parts[-1]}"
+    part = (_BLOCK | _OF_PAIRS).get(parts[2]) if len(parts) == 4 else None
+    return None if part is None else f"{half}layers.{parts[1]}.{part}.{parts[3]}"
 
 
 def gguf_name(name: str) -> str:
@@ -495,7 +555,9 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     except ModelError:
         raise
     except Exception as error:  # `tokenizers` raises bare Exceptions for a vocabulary that does not fit together
-        raise ModelError(f"The GGUF file's tokenizer is damaged ({error}); download the file again.") from error
+        raise ModelError(
+            f"The GGUF file's tokenizer is damaged ({first_line(error)}); download the file again."
+        ) from error
     # Control tokens are special; user-defined ones are matched in any text before it is split into words.
     typed = list(zip(tokens, types, strict=False))
     special = [token for token, kind in typed if kind in (_UNKNOWN, _CONTROL)]

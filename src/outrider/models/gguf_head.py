@@ -16,7 +16,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import MISREAD, ModelError
 from .config import RopeScaling
 from .gguf_file import GGUF, gguf_rope_scaling, hf_name
 
@@ -44,7 +44,7 @@ def is_gguf_head(path: Path) -> bool:
     if path.suffix.lower() != ".gguf" or not path.is_file():
         return False
     try:
-        return GGUF(path).metadata.get("general.architecture") in _NAMES
+        return str(GGUF(path).metadata.get("general.architecture")) in _NAMES
     except ModelError:
         return False
 
@@ -58,7 +58,7 @@ def gguf_alone(path: Path) -> Path:
 def gguf_head(path: Path) -> GGUFHead:
     """The head in a file; one of another kind, or without a key that is needed, is refused in a sentence."""
     file = GGUF(path)
-    kind = file.metadata.get("general.architecture")
+    kind = str(file.metadata.get("general.architecture"))
     if kind not in _NAMES:
         raise ModelError(f"{path} is not a trained head but '{kind}' (a whole model goes with --draft-model).")
     own = {k.removeprefix(f"{kind}."): v for k, v in file.metadata.items() if k.startswith(f"{kind}.")}
@@ -69,7 +69,7 @@ def gguf_head(path: Path) -> GGUFHead:
         if kind == EAGLE3:
             tensors = {name: _in_halves(name, tensor, layer) for name, tensor in tensors.items()}
         data = _facts(kind, own, file.metadata, tensors) | {"transformer_layer_config": layer}
-    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+    except (*MISREAD, RuntimeError) as error:
         problem = f"{type(error).__name__}: {error}"
         raise ModelError(f"{path} is not as a head of its kind has it ({problem}); get the head again.") from error
     return GGUFHead(data, tensors, scaling)

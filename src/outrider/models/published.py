@@ -1,10 +1,10 @@
 """Drafters that others have published: what a folder holds, as a configuration and tensors under our names.
 
-It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format (eagle3, peagle and dflash), DFlash
-and DSpark, EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns complete and consistent tensors
-or raises a sentence that names what is wrong; pickled weights are read without running what is in them. Files of the
-same kind follow different conventions without saying which: then there are several readings, the likeliest first, and
-`drafters.head` tries them. It knows names, shapes and conventions, not what a head computes.
+It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format (eagle3, peagle and dflash), DFlash,
+DSpark and Domino, EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns complete and consistent
+tensors or raises a sentence that names what is wrong; pickled weights are read without running what is in them. Files
+of the same kind follow different conventions without saying which: then there are several readings, the likeliest
+first, and `drafters.head` tries them. It knows names, shapes and conventions, not what a head computes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import ModelError, first_line
+from ..errors import MISREAD, ModelError, first_line
 from .config import ModelConfig, hf_rope, rope_scaling
 from .fetch import HUB_NAME, hub_model
 from .gguf_head import gguf_alone, gguf_head, is_gguf_head
@@ -31,6 +31,8 @@ from .speculators import (
     DFLASH,
     EAGLE1,
     FIRST,
+    MARKOV_PARTS,
+    PREFIX_STATE,
     SPECULATORS_FIRST,
     HeadConfig,
     HeadTensors,
@@ -52,9 +54,9 @@ _FLAT = {
 _BLOCKS = {
     "DFlashDraftModel": "a DFlash drafter", "dflash": "a DFlash drafter in the speculators format",
     "DSparkDraftModel": "a DSpark drafter", "Qwen3DSparkModel": "a DSpark drafter",
-    "dspark": "a DSpark drafter in the speculators format",
+    "dspark": "a DSpark drafter in the speculators format", "DominoDraftModel": "a Domino drafter",
 }  # fmt: skip
-_REFUSED = {"mtp": "MTP", "DominoDraftModel": "Domino"}
+_REFUSED = {"mtp": "MTP", "DFlash2DraftModel": "DFlash2", "DFlashLinearDraftModel": "DFlash linear"}
 _PARALLEL = "PEagleDraftModel"  # SpecForge's P-EAGLE
 _LONGEST_BLOCK = 64  # as many as there are scratch slots for one sequence on a GPU
 _PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "*.bin", "*.pt")
@@ -138,7 +140,7 @@ def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
     if folder.is_file():
         return _read_gguf(folder, target)
     data = read_json(folder)
-    for name in (data.get("speculators_model_type"), *_architectures(data)):
+    for name in _kind_names(data):
         if name in _REFUSED:
             raise ModelError(f"{folder} is a {_REFUSED[name]} drafter, which Outrider does not run.")
     tensors = _load(folder)
@@ -147,7 +149,7 @@ def read_published(folder: Path, target: ModelConfig) -> PublishedHead:
         raise ModelError(f"{folder} is not a trained head (a whole model goes with --draft-model).")
     try:
         return _READERS[kind](data, tensors, target, str(folder))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except MISREAD as error:
         problem = f"{type(error).__name__}: {error}"
         raise ModelError(f"{folder / CONFIG} is not as a head of its kind has it ({problem}).") from error
 
@@ -158,7 +160,7 @@ def _read_gguf(path: Path, target: ModelConfig) -> PublishedHead:
     try:
         reader = _READERS["speculators" if stored.data["speculators_model_type"] == "eagle3" else DFLASH]
         read = reader(stored.data, _renamed(stored.tensors), target, str(path))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except MISREAD as error:
         problem = f"{type(error).__name__}: {error}"
         raise ModelError(f"{path} is not as a head of its kind has it ({problem}).") from error
     configs = [(reading, reading.config) for reading in read.readings]
@@ -175,9 +177,14 @@ def _architectures(data: Mapping[str, Any]) -> list[str]:
     return [str(name) for name in names] if isinstance(names, list) else []
 
 
+def _kind_names(data: Mapping[str, Any]) -> list[str]:
+    """What a configuration calls its head."""
+    return [str(data.get("speculators_model_type")), *_architectures(data)]
+
+
 def _kind(data: Mapping[str, Any], folder: Path, tensors: Mapping[str, Tensor] | None) -> str | None:
     """Which reader understands a folder; None: it is no head. The tensors decide between EAGLE-1 and a whole model."""
-    if any(name in _BLOCKS for name in (data.get("speculators_model_type"), *_architectures(data))):
+    if any(name in _BLOCKS for name in _kind_names(data)):
         return DFLASH
     if data.get("speculators_model_type") is not None:
         return "speculators"
@@ -450,9 +457,11 @@ def _windows(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
-    """DFlash and DSpark, as z-lab and SpecForge write them (layer ids name outputs) or speculators (boundaries)."""
-    kind = next(n for n in (data.get("speculators_model_type"), *_architectures(data)) if n in _BLOCKS)
-    nested, own = data.get("transformer_layer_config"), dict(data.get("dflash_config") or {})
+    """DFlash, DSpark and Domino, as z-lab and SpecForge write them (layer ids name outputs) or speculators
+    (boundaries)."""
+    kind = next(name for name in _kind_names(data) if name in _BLOCKS)
+    nested = data.get("transformer_layer_config")
+    own = dict(data.get("dflash_config") or data.get("dspark_config") or {})
     sizes = dict(data) | (dict(nested) if nested else {}) | own
     named = {re.sub(r"^logit_head\.", "", name): tensor for name, tensor in _eagle_names(tensors, where).items()}
     if "hidden_norm.weight" in named:
@@ -469,13 +478,34 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     base = replace(
         base, kind=DFLASH, mask_token=int(mask or 0), own_mask="mask_embedding" in named,
         causal=bool(sizes.get("causal") or sizes.get("is_causal")), markov=0 if markov is None else markov.shape[-1],
-        norm_before_residual=False, norm_output=False,
+        norm_before_residual=False, norm_output=False, **_prefix_state(kind, sizes, named),
+        markov_kind=_markov_kind(sizes, named, where),
         taps=_block_taps(data, own, nested is not None, len(base.taps), target, where),
     )  # fmt: skip
-    readings = _block_readings(base, size, sizes.get("sample_from_anchor"))
+    readings = _block_readings(base, size, sizes.get("sample_from_anchor", sizes.get("shift_label")))
     first = readings[0].config
     assert isinstance(first, HeadConfig)
-    return PublishedHead(_BLOCKS[kind], readings, _complete(first, named, where))
+    name = _BLOCKS["DominoDraftModel" if first.prefix_state else kind]
+    return PublishedHead(name, readings, _complete(first, named, where))
+
+
+def _markov_kind(sizes: Mapping[str, Any], named: Mapping[str, Tensor], where: str) -> str:
+    """Which variant of DSpark's term a file has, as it says or as its tensors show."""
+    found = next((kind for kind, part in MARKOV_PARTS.items() if f"markov_head.{part}.weight" in named), "")
+    kind = str(sizes.get("markov_head_type") or found).lower()
+    if kind in ("", "none", "vanilla") or "markov_head.markov_w1.weight" not in named:
+        return ""
+    if kind not in MARKOV_PARTS:
+        raise ModelError(f"{where} has a term of the kind '{kind}' for the token before, which Outrider does not run.")
+    return kind
+
+
+def _prefix_state(kind: str, sizes: Mapping[str, Any], named: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Domino's state over the tokens so far; its files may have DFlash's architecture, with a projector."""
+    if "Domino" not in kind and sizes.get("projector_type") != "domino" and PREFIX_STATE not in named:
+        return {}
+    state, inner = int(sizes["gru_hidden_dim"]), int(sizes["emb_dim"])
+    return {"prefix_state": state, "prefix_inner": inner, "prefix_from": int(sizes.get("pure_draft_prefix_len") or 0)}
 
 
 def _block_readings(base: HeadConfig, size: int, anchored: bool | None) -> tuple[Reading, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ..errors import ModelError
+from ..errors import MISREAD, ModelError
 from .blocks import FORMATS, BlockTensor, block_size, encode
 from .config import ModelConfig, RopeScaling, to_hf
 from .paths import write_atomically
@@ -31,13 +32,17 @@ KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's ->
 EAGLE3 = "eagle3"  # continues from its own outputs, token by token
 EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have published, never written
 MTP = "mtp"  # a layer of the target's own checkpoint
-DFLASH = "dflash"  # DFlash and DSpark: read, never written
+DFLASH = "dflash"  # DFlash, DSpark and Domino: read, never written
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 STORES = (*DTYPES, *(kind.lower() for kind in FORMATS))  # of a head's matrices on disk
+GATED, RECURRENT = "gated", "rnn"  # variants of DSpark's term for the token before
+MARKOV_PARTS = {GATED: "gate_proj", RECURRENT: "joint_proj"}  # and what they have besides
+PREFIX_STATE = "prefix_gru.weight_hh_l0"  # a Domino drafter has it
 _MOST_LAYERS = 16
+_LARGEST = 1 << 24  # size of anything: a damaged one must not exhaust the memory
 Shapes = dict[str, tuple[int, ...]]
 HeadTensors = dict[str, Any]  # tensors; matrices may be a BlockTensor
 
@@ -87,6 +92,10 @@ class HeadConfig:
     causal: bool = False  # dflash: a row of a block sees those before it only, in every layer
     anchored: bool = False  # dflash: a block's first row predicts too, and each row the token after its own position
     markov: int = 0  # dflash: the width of the term for the token before; 0: there is none
+    markov_kind: str = ""  # dflash: a key of MARKOV_PARTS; empty: a term for the token before alone
+    prefix_state: int = 0  # dflash: the width of a state over the tokens so far, which corrects scores; 0: none
+    prefix_inner: int = 0  # the width within that correction
+    prefix_from: int = 0  # the first token of a draft that it corrects
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))
@@ -96,6 +105,9 @@ class HeadConfig:
             raise ModelError(f"A head of the kind '{self.kind}' is not known; there are: {', '.join(KINDS)}.")
         sizes = (self.hidden_size, self.intermediate_size, self.heads, self.kv_heads, self.head_dim, self.vocab_size)
         fits = min(*sizes, self.draft_vocab_size, self.block, self.context_length, self.layers) > 0
+        fits = fits and max(*sizes, self.prefix_state, self.prefix_inner) < _LARGEST and self.prefix_from >= 0
+        fits = fits and 0 <= self.norm_eps < math.inf and 0 < self.rope_theta < math.inf
+        fits = fits and (self.prefix_inner > 0 if self.prefix_state else self.prefix_state == 0)
         fits = fits and self.heads % max(self.kv_heads, 1) == 0 and self.head_dim % 2 == 0
         fits = fits and self.draft_vocab_size <= self.vocab_size and self.layers <= _MOST_LAYERS
         if not fits or (self.windows and len(self.windows) != self.layers):
@@ -148,6 +160,15 @@ def shapes(c: HeadConfig) -> Shapes:
     if c.markov:
         named["markov_head.markov_w1.weight"] = (c.vocab_size, c.markov)
         named["markov_head.markov_w2.weight"] = (c.draft_vocab_size, c.markov)
+    if c.markov_kind:
+        part, r = f"markov_head.{MARKOV_PARTS[c.markov_kind]}", c.markov
+        rows, inputs = (r, h + r) if c.markov_kind == GATED else (3 * r, 2 * r + h)
+        named |= {f"{part}.weight": (rows, inputs), f"{part}.bias": (rows,)}
+    if c.prefix_state:
+        named["prefix_gru.weight_ih_l0"] = (3 * c.prefix_state, h)
+        named[PREFIX_STATE] = (3 * c.prefix_state, c.prefix_state)
+        named["embed_proj.0.weight"] = (c.prefix_inner, h + c.prefix_state)
+        named["embed_proj.2.weight"] = (c.draft_vocab_size, c.prefix_inner)
     return named
 
 
@@ -327,7 +348,7 @@ def read_config(folder: Path) -> HeadConfig:
         raise ModelError(f"{problem}; update Outrider, or make the head again.")
     try:
         return _from_json(data, own)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except MISREAD as error:
         raise ModelError(f"{folder / CONFIG} is damaged ({type(error).__name__}: {error}).") from error
 
 

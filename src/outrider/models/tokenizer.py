@@ -25,6 +25,7 @@ from jinja2.utils import Namespace
 from tokenizers import Tokenizer as Core
 
 from ..errors import ModelError
+from .config import token_ids
 from .gguf_file import GGUF, adds_bos, build_tokenizer, gguf_eos_ids
 from .paths import write_json
 
@@ -77,7 +78,8 @@ class Tokenizer:
     def from_gguf(file: GGUF) -> Tokenizer:
         """From a GGUF header."""
         data = file.metadata
-        bos, eos = (data.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos"))
+        named = (token_ids(data.get(f"tokenizer.ggml.{name}_token_id")) for name in ("bos", "eos"))
+        bos, eos = (next(iter(ids), None) for ids in named)
         template = data.get("tokenizer.chat_template")
         return Tokenizer(build_tokenizer(data), bos, eos, gguf_eos_ids(data), adds_bos(data), template)
 

@@ -34,7 +34,7 @@ from outrider.engine.scheduler import Scheduler
 from outrider.engine.step import Engine
 from outrider.llm import build_engine
 from outrider.models.mtp import find_mtp
-from outrider.models.speculators import DFLASH, random_head
+from outrider.models.speculators import DFLASH, random_head, shapes
 from outrider.models.weights import Weights, expected
 from outrider.types import Draft, SamplingParams, Sequence, Tree, Turn, chain
 
@@ -104,14 +104,18 @@ class Tensors(Weights):
 def head_for(target: Transformer, kind: str, dtype: torch.dtype = torch.float32) -> Head:
     if kind == "mtp":
         return mtp_head(target)
-    blocks = kind in ("dflash", "dspark", "anchored")
+    blocks = kind in ("dflash", "dspark", "domino", "anchored")
     config, tensors = random_head(target.config, DFLASH if blocks else kind, layers=1 + blocks)
     config = replace(config, anchored=kind in ("dspark", "anchored"))
-    if kind == "dspark":
-        dice = torch.Generator().manual_seed(7)
-        config = replace(config, markov=5)
-        for i, size in enumerate((config.vocab_size, config.draft_vocab_size)):
-            tensors[f"markov_head.markov_w{i + 1}.weight"] = 3 * torch.randn(size, 5, generator=dice)
+    if kind in ("dspark", "domino"):
+        own: dict[str, Any] = (
+            {"markov": 5, "markov_kind": "rnn"}
+            if kind == "dspark"
+            else {"prefix_state": 6, "prefix_inner": 7, "prefix_from": 1}
+        )
+        dice, config = torch.Generator().manual_seed(7), replace(config, **own)
+        for name in shapes(config).keys() - tensors.keys():
+            tensors[name] = 3 * torch.randn(shapes(config)[name], generator=dice)
     for name, tensor in tensors.items():  # what it says must hang on what it sees
         if "self_attn" in name or name == "lm_head.weight":
             tensor *= 3
@@ -214,6 +218,7 @@ def plain(target: Transformer) -> dict[str, list[list[int]]]:
         ("dflash", DEEP, "mixed"),
         ("dflash", DEEP, "greedy"),
         ("dspark", CHAIN, "mixed"),
+        ("domino", CHAIN, "mixed"),
         ("anchored", CHAIN, "mixed"),
         ("anchored", DEEP, "mixed"),
         ("block", CHAIN, "mixed"),

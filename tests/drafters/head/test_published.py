@@ -3,6 +3,7 @@ the command line; what a file does not say is found by trial; what is wrong is r
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -37,10 +38,12 @@ from outrider.types import SamplingParams
 from support import tiny
 from support.gguf_heads import write_gguf_head
 from support.head_scores import block_scores, scored
+from support.lies import lies
 from support.reference_heads import DFlash, Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
 
 LAYERS, V, H, D, K = 8, 300, 32, 40, 6
 SEED = torch.Generator()
+PREFIX = {"projector_type": "domino", "gru_hidden_dim": 12, "emb_dim": 10, "pure_draft_prefix_len": 1}
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -295,9 +298,17 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
     if rank := own.pop("markov", 0):
         shapes |= {"markov_head.markov_w1.weight": (V, rank), "markov_head.markov_w2.weight": (V, rank)}
         shapes |= {"confidence_head.proj.weight": (1, H), "confidence_head.proj.bias": (1,)}
+        joint = {"gated": ("gate_proj", rank, H + rank), "rnn": ("joint_proj", 3 * rank, 2 * rank + H)}
+        if kind := own.pop("markov_kind", ""):
+            part, rows, inputs = joint[kind]
+            shapes |= {f"markov_head.{part}.weight": (rows, inputs), f"markov_head.{part}.bias": (rows,)}
+    if domino := own.pop("domino", None):
+        state, inner = domino["gru_hidden_dim"], domino["emb_dim"]
+        shapes |= {"prefix_gru.weight_ih_l0": (3 * state, H), "prefix_gru.weight_hh_l0": (3 * state, state)}
+        shapes |= {"embed_proj.0.weight": (inner, H + state), "embed_proj.2.weight": (V, inner)}
     tensors = drawn(shapes)
     for name in tensors if loud else ():  # masks are all alike: what they see has to matter
-        if name.endswith(("o_proj.weight", "markov_w2.weight")):
+        if name.endswith(("o_proj.weight", "markov_w2.weight", "prefix_gru.weight_ih_l0", "embed_proj.2.weight")):
             tensors[name] *= 8
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             tensors[name] *= 4
@@ -305,11 +316,24 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
     windows = [own["sliding_window"] if kind == "sliding_attention" else 0 for kind in kinds]
     causal = own.get("dflash_config", {}).get("causal", False)
     flags = {"windows": windows or None, "causal": causal, "anchored": own.get("sample_from_anchor")}
+    flags |= {"corrected_from": domino["pure_draft_prefix_len"]} if domino else {}
     reference = DFlash(llama, numbers(tensors), c, [1, 4, 8], block=block, mask=9, **flags)
-    flat = c | {"architectures": ["DSparkDraftModel" if rank else "DFlashDraftModel"], "block_size": block}
-    ids = {"mask_token_id": 9, "target_layer_ids": [0, 3, 7]} | own.pop("dflash_config", {})
+    kind = "DSparkDraftModel" if rank else "DominoDraftModel" if domino else "DFlashDraftModel"
+    flat = c | {"architectures": [kind], "block_size": block}
+    ids = {"mask_token_id": 9, "target_layer_ids": [0, 3, 7]} | own.pop("dflash_config", {}) | (domino or {})
     stated = {name: value for name, value in own.items() if value is not None}
     saved(to, flat | {"num_target_layers": LAYERS, "dflash_config": ids} | stated, tensors)
+    return reference
+
+
+def domino(llama: Llama, to: Path, shifted: bool = True, start: int = 1, architecture: str = "") -> Any:
+    """SpecForge's: `shift_label` says whether the first row predicts; the first `start` tokens are not corrected."""
+    own = PREFIX | {"pure_draft_prefix_len": start}
+    reference = dflash(llama, to, K + (not shifted), sample_from_anchor=shifted, domino=own)
+    data = json.loads((to / "config.json").read_text())
+    data["dflash_config"]["shift_label"] = data.pop("sample_from_anchor")
+    data["architectures"] = [architecture] if architecture else data["architectures"]
+    (to / "config.json").write_text(json.dumps(data))
     return reference
 
 
@@ -365,7 +389,12 @@ def dflash_sliding(llama: Llama, to: Path) -> Any:
 FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "dflash": dflash, "dflash_speculators": dflash_speculators, "dflash_sliding": dflash_sliding,
     "dflash_causal": lambda llama, to: dflash(llama, to, dflash_config={"causal": True}),
-    "dspark": dspark,
+    "dspark": dspark, "domino": domino,
+    "dspark_gated": lambda llama, to: dflash(llama, to, K, markov=5, markov_kind="gated", sample_from_anchor=True),
+    "dspark_rnn": lambda llama, to: dflash(
+        llama, to, markov=5, markov_kind="rnn", sample_from_anchor=False, dflash_config={"markov_head_type": "rnn"}
+    ),
+    "domino_unshifted": lambda llama, to: domino(llama, to, False, 0, "DFlashDraftModel"),
     "dspark_unanchored": lambda llama, to: dflash(llama, to, markov=5, sample_from_anchor=False),
     "dflash_anchored": lambda llama, to: dflash(llama, to, K, sample_from_anchor=True),
     "specforge": specforge, "original": original, "angelslim": angelslim, "nvidia": nvidia, "eagle3.1": eagle31,
@@ -481,12 +510,12 @@ def opened(loaded: LLM, folder: Path, **options: Any) -> Any:
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("window", [0, 6])
+@pytest.mark.parametrize(("window", "domino"), [(0, None), (6, None), (0, PREFIX)])
 def test_blocks_in_eight_bits_and_on_a_gpus_kernels(
-    window: int, llama: Llama, plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    window: int, domino: Any, llama: Llama, plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kinds = ["sliding_attention" if window else "full_attention", "full_attention"]
-    dflash(llama, tmp_path / "head", loud=False, layer_types=kinds, sliding_window=window or None)
+    dflash(llama, tmp_path / "head", loud=False, layer_types=kinds, sliding_window=window or None, domino=domino)
     floats = block_scores(opened(plain, tmp_path / "head"))
     rounded = block_scores(opened(plain, tmp_path / "head", draft_dtype="int8"))
     assert (rounded - floats).norm() < 0.1 * floats.norm()
@@ -531,6 +560,25 @@ def test_the_reference_of_blocks_would_notice(llama: Llama, tmp_path: Path) -> N
     assert right.draft(text, K) != chain
 
 
+def test_the_reference_of_prefixes_is_torchs_and_would_notice(llama: Llama, tmp_path: Path) -> None:
+    """Domino's state is torch's own GRU; another state, another place to begin or no correction drafts otherwise."""
+    right, text = domino(llama, tmp_path / "head"), [(31 * i * i + 3) % V for i in range(1, 9)]
+    unit = torch.nn.GRU(H, 12, bias=False, dtype=torch.float64)
+    unit.load_state_dict({name: torch.tensor(right.w[f"prefix_gru.{name}"]) for name in unit.state_dict()})
+    _, state = unit(torch.tensor(right.embedding[text[:4]]))
+    np.testing.assert_allclose(right.prefix(text[:4]), state[0].detach().numpy(), rtol=1e-9)
+    chain = right.draft(text, K)
+    for name in ("prefix_gru.weight_ih_l0", "prefix_gru.weight_hh_l0", "embed_proj.2.weight"):
+        other = DFlash(llama, right.w | {name: -right.w[name]}, right.sizes, [1, 4, 8], **right.flags)
+        assert other.draft(text, K) != chain
+    later = DFlash(llama, right.w, right.sizes, [1, 4, 8], **right.flags | {"corrected_from": 2})
+    assert later.draft(text, K) != chain
+    for kind, part in (("dspark_gated", "gate_proj"), ("dspark_rnn", "joint_proj")):
+        right, name = FORMATS[kind](llama, tmp_path / kind), f"markov_head.{part}.weight"
+        other = DFlash(llama, right.w | {name: -right.w[name]}, right.sizes, [1, 4, 8], **right.flags)
+        assert other.draft(text, K) != right.draft(text, K)
+
+
 def test_our_own_head_is_read_as_a_foreign_one(target: Path, tmp_path: Path) -> None:
     """The same acceptance from our folder, from one for SGLang and from one for vLLM, whose origin is struck out."""
     own = tmp_path / "home" / "heads" / "own"
@@ -547,12 +595,15 @@ def test_our_own_head_is_read_as_a_foreign_one(target: Path, tmp_path: Path) -> 
         data = json.loads((folders[-1] / "config.json").read_text())
         data.pop("outrider", None)
         (folders[-1] / "config.json").write_text(json.dumps(data))
-    drafted = []
+    drafted, scores = [], []
     for folder in folders:
         llm = plain.using(drafter="head", head=str(folder), k=4, stop_below=0.0)
+        scores.append(scored(llm.engine.drafter.rollout.head))  # type: ignore[attr-defined]
         (result,) = llm.generate("the lazy dog", SamplingParams(max_tokens=30, ignore_eos=True))
         drafted.append((result.stats.tau, result.stats.drafted, result.token_ids))
     assert drafted[0] == drafted[1] == drafted[2]
+    assert torch.equal(scores[0], scores[1])
+    assert torch.equal(scores[0], scores[2])
 
 
 # ------------------------------------------------------------ what a file does not say
@@ -769,8 +820,12 @@ def broken(llama: Llama, to: Path, what: str) -> None:
         data["num_attention_heads"] = "four"
     elif what == "heads":
         data["num_attention_heads"] = 0
+    elif what == "immense":
+        data["vocab_size"] = 1 << 40
+    elif what == "rope":
+        data["rope_theta"] = -1
     elif what == "kind":
-        data["architectures"] = ["DominoDraftModel"]
+        data["architectures"] = ["DFlash2DraftModel"]
     elif what == "algorithm":
         data["speculators_model_type"] = "mtp"
     elif what == "later algorithm":
@@ -800,7 +855,8 @@ BROKEN = {
     "other vocabulary": "vocabulary of 301, this one of 300", "deeper": "reads layer 28, but this target has 8",
     "fewer taps": "names 2 layers of its target, but its fc.weight reads 3", "activation": "activation 'gelu'",
     "quantised": "quantised weights", "last state": "use_aux_hidden_state", "sizes": "config.json",
-    "heads": "fit together", "kind": "Domino", "algorithm": "MTP", "whole model": "--draft-model",
+    "heads": "fit together", "kind": "DFlash2", "algorithm": "MTP", "whole model": "--draft-model",
+    "immense": "fit together", "rope": "fit together",
     "truncated": "damaged", "no weights": "no .safetensors", "no json": "cannot be read", "code": "more than tensors",
     "later algorithm": "'eagle9' drafter", "norms": "'embedding_layernorm.weight' that no head known",
 }  # fmt: skip
@@ -816,7 +872,22 @@ def test_what_is_wrong_is_reported_in_a_sentence(what: str, llama: Llama, plain:
     assert BROKEN[what] in message
     assert message.endswith(".")
     assert "\n" not in message
-    assert str(tmp_path / "head") in message or what in ("activation", "heads")
+    assert str(tmp_path / "head") in message or what in ("activation", "heads", "immense", "rope")
+
+
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("name", [name for name in FORMATS if not name.startswith("gguf")])
+def test_a_configuration_that_lies_is_a_sentence_or_a_head(name: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    FORMATS[name](llama, tmp_path / "head")
+    refused, file = list[str](), tmp_path / "head" / "config.json"
+    for data in lies(json.loads(file.read_text())):
+        file.write_text(json.dumps(data))
+        try:
+            read_published(tmp_path / "head", plain.target.config)
+        except ModelError as error:
+            refused.append(str(error))
+    assert refused
+    assert not [message for message in refused if "\n" in message or not message.endswith(".")]
 
 
 def spoilt_per_position(llama: Llama, to: Path, what: str) -> None:
@@ -853,15 +924,28 @@ def test_heads_without_attention_are_checked_too(
 
 def spoilt_block(llama: Llama, to: Path, what: str) -> None:
     """A DFlash or P-EAGLE folder with one thing wrong."""
-    (peagle if what.startswith("peagle") else FORMATS["dspark"] if what.startswith("dspark") else dflash)(llama, to)
+    FORMATS[next((kind for kind in ("peagle", "dspark", "domino") if what.startswith(kind)), "dflash")](llama, to)
     data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
     own = data.get("dflash_config", {})
-    if what.endswith("gap"):
+    if what.endswith("gap") and what != "domino gap":
         del tensors["layers.1.mlp.up_proj.weight"]
     elif what == "dspark gated":
         tensors["markov_head.gate_proj.weight"] = torch.zeros(2, 2)
+        tensors["markov_head.gate_proj.bias"] = torch.zeros(5)
+    elif what == "dspark other":
+        data["markov_head_type"] = "fir"
+    elif what == "dspark without":
+        data["markov_head_type"] = "rnn"
     elif what == "dspark rank":
         tensors["markov_head.markov_w2.weight"] = torch.zeros(V, 4)
+    elif what == "domino gap":
+        del tensors["prefix_gru.weight_hh_l0"]
+    elif what == "domino state":
+        own["gru_hidden_dim"] = 11
+    elif what == "domino silent":
+        del own["emb_dim"]
+    elif what == "domino before":
+        own["pure_draft_prefix_len"] = -1
     elif what == "peagle width":
         tensors["mask_hidden"] = torch.zeros(1, 1, 2 * H)
     elif what == "peagle mask":
@@ -885,7 +969,10 @@ def spoilt_block(llama: Llama, to: Path, what: str) -> None:
 
 SPOILT = {
     "dflash gap": "no tensor 'layers.1.mlp.up_proj.weight'", "dspark gap": "no tensor 'layers.1.mlp.up_proj.weight'",
-    "dspark gated": "'markov_head.gate_proj.weight' that no head known", "dspark rank": "has the shape [300, 4]",
+    "dspark gated": "'markov_head.gate_proj.weight' has the shape [2, 2]", "dspark other": "kind 'fir'",
+    "dspark without": "no tensor 'markov_head.joint_proj.weight'", "dspark rank": "has the shape [300, 4]",
+    "domino gap": "no tensor 'prefix_gru.weight_hh_l0'", "domino state": "has the shape [36, 32] instead of [33, 32]",
+    "domino silent": "KeyError: 'emb_dim'", "domino before": "fit together",
     "peagle gap": "no tensor 'layers.1.mlp.up_proj.weight'", "peagle width": "'mask_hidden' has the shape",
     "peagle mask": "without 'mask_hidden'", "peagle token": "mask_token_id", "no mask": "(mask_token_id)",
     "mask outside": "the mask 300", "fewer taps": "names 2 layers of its target, but its fc.weight reads 3",
@@ -903,7 +990,7 @@ def test_blocks_are_checked_too(what: str, llama: Llama, plain: LLM, tmp_path: P
         plain.using(drafter="head", head=str(tmp_path / "head"))
     message = str(error.value)
     assert SPOILT[what] in message
-    assert str(tmp_path / "head") in message
+    assert str(tmp_path / "head") in message or what == "domino before"
     assert message.endswith(".")
     assert "\n" not in message
 
@@ -942,6 +1029,34 @@ def test_vllms_configuration_is_taken_as_it_is(llama: Llama, target: Path, tmp_p
     assert from_speculative_config({"method": "medusa", "model": "a/b", "revision": "v1"})["head"] == "a/b@v1"
     llm = LLM(target, dtype="float32", speculative_config=given)
     assert (llm.config.drafter_name, llm.config.k) == ("head", 3)
+
+
+@pytest.mark.parametrize("name", ["speculators", "gguf", "mlp", "domino_unshifted"])
+def test_vllms_configuration_on_the_command_line(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
+    """The folder alone, without a method: the text of plain decoding, with drafts."""
+    FORMATS[name](llama, tmp_path / "head")
+    given = json.dumps({"model": head_at(tmp_path / "head"), "num_speculative_tokens": 4})
+    arguments = ["generate", "one two", "-m", str(target), "--dtype", "float32", "--raw", "-n", "12", "--json"]
+    plain, drafted = (
+        CliRunner().invoke(app, [*arguments, *more])
+        for more in (["--drafter", "off"], ["--speculative-config", given, "--set", "stop_below=0"])
+    )
+    assert (plain.exit_code, drafted.exit_code) == (0, 0), drafted.output
+    texts = [json.loads(done.stdout) for done in (plain, drafted)]
+    assert texts[0]["token_ids"] == texts[1]["token_ids"]
+    assert texts[1]["drafted"] > 12
+
+
+def test_any_value_in_vllms_configuration_is_a_sentence_or_taken(llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    specforge(llama, tmp_path / "head")
+    head = {"method": "eagle3", "model": str(tmp_path / "head"), "num_speculative_tokens": 3}
+    for given in (head | {"rejection_sample_method": "standard"}, {"method": "ngram", "prompt_lookup_max": 4}):
+        for changed in lies(given):
+            with contextlib.suppress(OutriderError):
+                plain.using(**from_speculative_config(changed))
+    for text in ("[1]", "5", "null", '"x"', '{"method":'):
+        with pytest.raises(ConfigError, match="is not a JSON object"):
+            from_speculative_config(text)
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,14 @@ The target's states at committed positions, fused and normed, are the context: e
 directly, once. A block is the last committed token and masks behind it, at their own positions; its rows attend to the
 context and to the whole block (in causal layers: to the rows before them), and a mask predicts the token of its own
 position; in an anchored block every row, the first one too, predicts the token after its own. DSpark adds a term for
-the token before, so that tokens are chosen from left to right. Block rows live in scratch slots that no sequence owns;
-where a sequence reaches its greatest length, a block is cut. It knows rows, planes and states, not files.
+the token before, Domino one for all tokens of the block so far, so that tokens are chosen from left to right. Block
+rows live in scratch slots that no sequence owns; where a sequence reaches its greatest length, a block is cut. It knows
+rows, planes and states, not files.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence as Listing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,11 +20,11 @@ from torch import Tensor
 from ...backends import ops
 from ...backends.cpu.int8 import Int8Linear, int8_product
 from ...backends.cpu.quantise import NamedTensors
-from ...backends.linear import linear, summed
+from ...backends.linear import summed
 from ...backends.rows import Rows, rows_of
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache, Plane
-from ...models.speculators import HeadConfig, HeadTensors
+from ...models.speculators import GATED, MARKOV_PARTS, PREFIX_STATE, RECURRENT, HeadConfig, HeadTensors
 from ...types import Sequence
 from .features import FeatureCache
 from .network import Head
@@ -30,6 +32,79 @@ from .rollout import HeadRollout
 
 if TYPE_CHECKING:
     from .dflash_captured import BlockGraphs
+
+
+class Term:
+    """A correction of a block's scores, from left to right."""
+
+    def __init__(self, head: DFlashHead) -> None:
+        self.compute, self.stream = head.compute, head.stream
+
+    def step(
+        self, scores: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None, place: int
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        """Scores [R, D] of the token at this place of a draft, and the state [R, s] for the next one.
+
+        hidden [R, H]: the rows that the scores come from; before [R]: the tokens before; state: None at place 0.
+        """
+        raise NotImplementedError
+
+    def _run(self, product: Any, *parts: Tensor) -> Tensor:
+        """A product of these parts side by side, [R, n]."""
+        x = torch.cat([part.to(self.compute) for part in parts], 1) if len(parts) > 1 else parts[0].to(self.compute)
+        return summed(product(x)).to(self.stream)
+
+    def _nothing(self, tokens: Tensor, width: int) -> Tensor:
+        return torch.zeros(len(tokens), width, dtype=self.stream, device=tokens.device)
+
+
+class PairTerm(Term):
+    """DSpark's: a term for the token before, as it is, gated by the block's row, or from a state that reads both."""
+
+    def __init__(self, head: DFlashHead) -> None:
+        super().__init__(head)
+        first, second = (f"markov_head.markov_w{i}.weight" for i in (1, 2))
+        self.first: Tensor = head._tensors[first].to(head.device, head.compute)  # [V, r]
+        self.second, self.kind = head._product("markov", second), head.config.markov_kind  # [D, r]
+        part = MARKOV_PARTS.get(self.kind)
+        self.joint = head._product("markov_joint", f"markov_head.{part}.weight") if part else None
+
+    def step(
+        self, scores: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None, place: int
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        seen = self.first[before].to(self.stream)  # [R, r]
+        if self.kind == GATED:
+            seen = seen * torch.sigmoid(self._run(self.joint, hidden, seen))
+        elif self.kind == RECURRENT:
+            state = self._nothing(before, seen.shape[1]) if state is None else state
+            keep, candidate, shown = self._run(self.joint, state, seen, hidden).chunk(3, 1)  # [R, r] each
+            state, seen = torch.lerp(torch.tanh(candidate), state, torch.sigmoid(keep)), torch.tanh(shown)
+        return scores + self._run(self.second, seen).to(scores.dtype), state
+
+
+class PrefixTerm(Term):
+    """Domino's: a gated recurrent unit reads the block's tokens so far, and corrects scores beside the block's row."""
+
+    def __init__(self, head: DFlashHead) -> None:
+        super().__init__(head)
+        self.embedding, self.width, self.start = head.embedding, head.config.prefix_state, head.config.prefix_from
+        self.inputs = head._product("prefix_inputs", "prefix_gru.weight_ih_l0")  # [3 s, H]
+        self.again = head._product("prefix_again", PREFIX_STATE)  # [3 s, s]
+        self.inner = head._product("prefix_inner", "embed_proj.0.weight")  # [e, H + s]
+        self.outer = head._product("prefix_outer", "embed_proj.2.weight")  # [D, e]
+
+    def step(
+        self, scores: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None, place: int
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        state = self._nothing(before, self.width) if state is None else state
+        new = self._run(self.inputs, self.embedding[before]).chunk(3, 1)  # [R, s] each: reset, keep, candidate
+        old = self._run(self.again, state).chunk(3, 1)
+        reset, keep = torch.sigmoid(new[0] + old[0]), torch.sigmoid(new[1] + old[1])
+        state = torch.lerp(torch.tanh(new[2] + reset * old[2]), state, keep)
+        if place < self.start:
+            return scores, state
+        inner = torch.nn.functional.silu(self._run(self.inner, hidden, state))  # [R, e]
+        return scores + self._run(self.outer, inner).to(scores.dtype), state
 
 
 class DFlashHead(Head):
@@ -46,10 +121,10 @@ class DFlashHead(Head):
         own = tensors.get("mask_embedding")
         table = self.embedding
         self.mask = table[config.mask_token] if own is None else own.to(self.device)  # [H]
-        pair = [
-            tensors[f"markov_head.markov_w{i}.weight"].to(self.device, self.compute) for i in (1, 2) if config.markov
-        ]
-        self.markov: tuple[Tensor, Any] | None = (pair[0], linear(pair[1])) if pair else None  # [V, r], product [D, r]
+        self._tensors = tensors
+        terms: list[type[Term]] = [PairTerm] * (config.markov > 0) + [PrefixTerm] * (config.prefix_state > 0)
+        self.term = terms[0](self) if terms else None
+        self._tensors = {}
 
     def _prepare(self, length: int) -> None:
         """Rope; there is no native call for such a pass."""
@@ -87,8 +162,11 @@ class DFlashHead(Head):
         return context.new_zeros(0, c.draft_vocab_size), context
 
     @torch.inference_mode()
-    def blocks(self, rows: Rows, causal: Rows, plane: Plane, masked: Tensor) -> Tensor:
-        """Scores of the wanted rows [R, D]. causal: the same rows, seeing only those before them; masked [T]."""
+    def blocks(self, rows: Rows, causal: Rows, plane: Plane, masked: Tensor) -> tuple[Tensor, Tensor]:
+        """Scores of the wanted rows [R, D], and these rows after the last norm [R, H].
+
+        causal: the same rows, seeing only those before them; masked [T].
+        """
         rows, causal, c = self._on_device(rows), self._on_device(causal), self.config
         x = torch.where(masked.to(self.device)[:, None], self.mask, self.embedding[rows.tokens]).to(self.stream)
         rope, eps = (self.cos[rows.positions], self.sin[rows.positions]), c.norm_eps
@@ -99,15 +177,20 @@ class DFlashHead(Head):
             delta = self._attention(i, h, seen, (plane.k[i], plane.v[i]), rope)
             delta = layer.down(layer.gate_up.gated(ops.add_norm(x, delta, layer.mlp_norm, eps, self.compute)))
         h = ops.add_norm(x, delta, self.norm, eps, self.compute)[rows.want]
-        return summed(self.head(h)).to(self.stream) * c.logit_scale
+        return summed(self.head(h)).to(self.stream) * c.logit_scale, h
 
     @torch.inference_mode()
-    def after(self, scores: Tensor, tokens: Tensor) -> Tensor:
-        """Scores [R, D] given the tokens before [R], on the head's device."""
-        if self.markov is None:
-            return scores
-        first, second = self.markov
-        return scores + summed(second(first[tokens])).to(scores.dtype)
+    def in_order(self, scores: Tensor, hidden: Tensor, last: int, chosen: Listing[int]) -> Iterator[Tensor]:
+        """A block's scores at each place [D], given the tokens before: `last`, and those chosen, which the caller adds
+        between places. scores [n, D] on the host, hidden [n, H]."""
+        state: Tensor | None = None
+        for place, row in enumerate(scores):
+            if self.term is not None:
+                before = torch.tensor([chosen[-1] if place else last], device=self.device)
+                shown = row[None].to(self.device)
+                given, state = self.term.step(shown, hidden[place, None], before, state, place)
+                row = given[0].cpu()
+            yield row
 
 
 class Block(NamedTuple):
@@ -118,8 +201,8 @@ class Block(NamedTuple):
     slots: list[int]
 
 
-def score_blocks(head: DFlashHead, blocks: list[Block], cache: Cache, plane: Plane) -> list[Tensor]:
-    """Scores of the tokens that each block predicts, [its rows, D] each, on the host, from one pass."""
+def score_blocks(head: DFlashHead, blocks: list[Block], cache: Cache, plane: Plane) -> list[tuple[Tensor, Tensor]]:
+    """Scores of the tokens that each block predicts, [n, D] each, on the host, and their rows [n, H], from one pass."""
     rows, causal, anchored = BatchBuilder(cache), BatchBuilder(cache), head.config.anchored
     for seq, at, slots in blocks:
         for j, slot in enumerate(slots):
@@ -128,8 +211,9 @@ def score_blocks(head: DFlashHead, blocks: list[Block], cache: Cache, plane: Pla
             causal._add(seq, token, at + j, slot, at, slots[: j + 1])
     masked = torch.cat([torch.arange(len(block.slots)) > 0 for block in blocks])  # [T]
     rows.want = causal.want = list(range(len(masked))) if anchored else masked.nonzero().flatten().tolist()
-    scores = head.blocks(rows_of(rows), rows_of(causal), plane, masked).cpu()
-    return list(scores.split([len(block.slots) - (not anchored) for block in blocks]))
+    scores, hidden = head.blocks(rows_of(rows), rows_of(causal), plane, masked)
+    each = [len(block.slots) - (not anchored) for block in blocks]
+    return list(zip(scores.cpu().split(each), hidden.split(each), strict=True))
 
 
 class DFlashRollout(HeadRollout):
@@ -139,7 +223,8 @@ class DFlashRollout(HeadRollout):
         self, head: DFlashHead, cache: Cache, plane: Plane, features: FeatureCache, graphs: BlockGraphs | None = None
     ) -> None:
         super().__init__(head, cache, plane, features, graphs)
-        self.drafter, self.size, self.in_order = head, head.config.block_rows, head.markov is not None
+        self.drafter, self.size, self.in_order = head, head.config.block_rows, head.term is not None
+        self.hidden: dict[int, Tensor] = {}  # sequence -> [n, H] its block's rows after the last norm
         if graphs is None:
             first = plane.add_scratch(cache.table.shape[0] * self.size)
             starts = range(first, first + cache.table.shape[0] * self.size, self.size)
@@ -154,11 +239,9 @@ class DFlashRollout(HeadRollout):
         for seq, lane in zip(seqs, self.slots, strict=False):
             at = len(seq.tokens) - 1
             blocks.append(Block(seq, at, lane[: min(self.size, self.cache.length - at)]))
-        scores = score_blocks(self.drafter, blocks, self.cache, self.plane)
-        return [one[:k] for one, k in zip(scores, lengths, strict=True)]
+        scored = score_blocks(self.drafter, blocks, self.cache, self.plane)
+        self.hidden = {seq.id: hidden for seq, (_, hidden) in zip(seqs, scored, strict=True)}
+        return [scores[:k] for (scores, _), k in zip(scored, lengths, strict=True)]
 
-    def _after(self, row: Tensor, token: int) -> Tensor:
-        if self.drafter.markov is None:
-            return row
-        device = self.drafter.device
-        return self.drafter.after(row[None].to(device), torch.tensor([token], device=device))[0].cpu()
+    def _in_order(self, rows: Tensor, seq: Sequence, chosen: list[int]) -> Iterator[Tensor]:
+        return self.drafter.in_order(rows, self.hidden[seq.id], seq.tokens[-1], chosen)

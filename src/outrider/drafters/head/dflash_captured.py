@@ -34,7 +34,7 @@ class BlockGraphs(HeadGraphs):
         assert self.size <= LANE
 
     def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
-        return self.head.markov is None and super().suits_trees(seqs, width, depth)
+        return self.head.term is None and super().suits_trees(seqs, width, depth)
 
     def _block(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
         packed, each = self._rows(seqs, starts), self.each
@@ -92,7 +92,8 @@ class _Blocks(HeadPass):
         upto = d["block_info"].clone()  # each row sees the block up to itself
         upto[:, 4] = torch.minimum(upto[:, 4], upto[:, 3] + 1 + self.index)
         whole, causal = (self._rows(info) for info in (d["block_info"], upto))
-        scores: Tensor = heads.head.blocks(whole, causal, heads.graphs.plane, self.masked)
+        scores: Tensor
+        scores, self.hidden = heads.head.blocks(whole, causal, heads.graphs.plane, self.masked)  # [R, D], [R, H]
         return scores
 
     def _rows(self, info: Tensor) -> Rows:
@@ -106,16 +107,16 @@ class _Blocks(HeadPass):
 
 
 class BlockPass(MaskPass, _Blocks):
-    """A choice for each position; with a term for the token before, from left to right."""
+    """A choice for each position; with a term for the tokens before, from left to right."""
 
     def _chosen(self, scores: Tensor, laws: list[Tensor]) -> Tensor:
-        if self.heads.head.markov is None:
+        term, b = self.heads.head.term, self.shape.wanted
+        if term is None:
             return super()._chosen(scores, laws)
-        b = self.shape.wanted
-        each = scores.view(b, -1, scores.shape[1])  # [b, each, D]
-        tokens, chain = self.form.device["block_tokens"].view(b, -1)[:, 0], []  # [b]
+        each, hidden = (rows.view(b, -1, rows.shape[1]) for rows in (scores, self.hidden))  # [b, each, D], [b, each, H]
+        tokens, chain, state = self.form.device["block_tokens"].view(b, -1)[:, 0], [], None  # [b]
         for j in range(each.shape[1]):
-            given = self.heads.head.after(each[:, j], tokens)
+            given, state = term.step(each[:, j], hidden[:, j], tokens, state, j)
             tokens = super()._chosen(given, [law.view(b, -1)[:, j].contiguous() for law in laws])
             chain.append(tokens)
         return torch.stack(chain, 1).flatten()

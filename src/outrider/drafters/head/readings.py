@@ -157,9 +157,8 @@ class Trial:
     def _agreement_of_blocks(self, head: DFlashHead, plane: Plane, blocks: list[Block]) -> float:
         """The same for the first two tokens of each block."""
         right, text = 0, self.seq.tokens
-        for (_, at, _), scores in zip(blocks, score_blocks(head, blocks, self.cache, plane), strict=True):
-            before = torch.tensor(text[at : at + 2], device=head.device)
-            given = head.after(scores[:2].to(head.device), before[: len(scores)])
+        for (_, at, _), (scores, hidden) in zip(blocks, score_blocks(head, blocks, self.cache, plane), strict=True):
+            given = torch.stack(list(head.in_order(scores[:2], hidden, text[at], text[at + 1 : at + 2])))
             right += int((self._tokens(head, given) == self.choices[at : at + len(given)]).sum())
         return right / (2 * len(blocks))
 

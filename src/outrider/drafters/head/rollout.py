@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -76,9 +76,8 @@ class HeadRollout(DraftVocabularyRollout):
                 for token, confidence in self._likeliest(rows):
                     growth.add(token, len(growth.tokens) - 1, confidence)
             else:
-                for row in rows:
-                    before = growth.tokens[-1] if growth.tokens else growth.seq.tokens[-1]
-                    self._extend(growth, self._after(row, before))
+                for row in self._in_order(rows, growth.seq, growth.tokens):
+                    self._extend(growth, row)
         return Draft.pack(g.tree(self.source) for g in grown)
 
     def _with_others(self, seq: Sequence, budget: int, drafted: Chain) -> Tree:
@@ -141,11 +140,10 @@ class HeadRollout(DraftVocabularyRollout):
         """The likeliest tokens at each of a sequence's next positions, given the best ones before them."""
         rankings = []
         for seq, rows in zip(seqs, self._blocks(seqs, lengths), strict=True):
-            levels: list[Ranking] = []
-            for row in rows:
-                best = [level[0][0] for level in levels]
-                row = self._after(row, best[-1] if best else seq.tokens[-1])
+            levels, best = list[Ranking](), list[int]()
+            for row in self._in_order(rows, seq, best):
                 levels.append(self._ranked(row, seq, best, width))
+                best.append(levels[-1][0][0])
             rankings.append(levels)
         return rankings
 
@@ -154,9 +152,9 @@ class HeadRollout(DraftVocabularyRollout):
         scores, _ = self._forward_committed(seqs, [k - 1 for k in lengths])
         return list(scores.split(lengths))
 
-    def _after(self, row: Tensor, token: int) -> Tensor:
-        """A block's scores at a position [D], given the token before."""
-        return row
+    def _in_order(self, rows: Tensor, seq: Sequence, chosen: list[int]) -> Iterator[Tensor]:
+        """A block's scores at each position [D], given the tokens chosen before, which the caller adds in between."""
+        return iter(rows)
 
     def _feed(self, seqs: list[Sequence]) -> Tensor:
         """Bring the plane up to date with every sequence; scores of the next token. [B, D]"""
