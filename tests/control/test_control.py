@@ -445,6 +445,17 @@ def test_costs_follow_the_passes_of_a_sequence_count() -> None:
     assert costs(1) < 0.008
 
 
+def test_what_every_pass_after_a_draft_takes_longer_is_not_the_price_of_a_row() -> None:
+    """Caches are cold after a draft: 0.2 ms for opus-mt, which were charged to each of eight rows."""
+    costs = PassCosts({1: 0.80, 2: 0.85, 9: 1.2})
+    for _ in range(200):
+        for rows, measured in ((2, 0.85), (3, 0.9), (5, 1.0)):
+            costs.refine(rows, measured + 0.2)
+    assert costs(1) == pytest.approx(0.8)
+    assert costs(2) == pytest.approx(1.05, rel=0.01)
+    assert costs(9) == pytest.approx(1.4, rel=0.02)
+
+
 def test_a_padded_pass_between_two_sizes_is_no_error() -> None:
     """A pass of 72 rows takes as long as one of 96, which says nothing about 192 more."""
     costs = PassCosts({(64, 64): 4.6, (64, 128): 5.9, (64, 256): 8.8})
