@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import timeit
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -341,7 +341,9 @@ def test_a_pause_that_began_before_a_verdict_was_read_ends_with_it() -> None:
     first = controller.budget(plain, traits)
     assert first[0].budget > 1
     controller.credit.tokens = -0.3  # as far as the steps that were read say
-    assert controller.budget(plain, traits)[0].budget == 0
+    assert traits.forecast is not None
+    silent = replace(traits, forecast=traits.forecast._replace(survival=()))  # its maker has stated nothing
+    assert controller.budget(plain, silent)[0].budget == 0
     assert controller.pause > 10
     controller.observe(one_step(controller, first, first[0].budget, FIXED_CALL))  # all were right
     assert controller.budget(plain, traits)[0].budget > 1
