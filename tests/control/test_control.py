@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import timeit
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -341,7 +341,9 @@ def test_a_pause_that_began_before_a_verdict_was_read_ends_with_it() -> None:
     first = controller.budget(plain, traits)
     assert first[0].budget > 1
     controller.credit.tokens = -0.3  # as far as the steps that were read say
-    assert controller.budget(plain, traits)[0].budget == 0
+    assert traits.forecast is not None
+    silent = replace(traits, forecast=traits.forecast._replace(survival=()))  # its maker has stated nothing
+    assert controller.budget(plain, silent)[0].budget == 0
     assert controller.pause > 10
     controller.observe(one_step(controller, first, first[0].budget, FIXED_CALL))  # all were right
     assert controller.budget(plain, traits)[0].budget > 1
@@ -443,6 +445,17 @@ def test_costs_follow_the_passes_of_a_sequence_count() -> None:
     assert costs(64, 32) == pytest.approx(0.1, rel=0.02)
     assert costs(64, 32) > 2.2 * costs(32, 32)  # drafts cost more than was measured, and plain passes less so
     assert costs(1) < 0.008
+
+
+def test_what_every_pass_after_a_draft_takes_longer_is_not_the_price_of_a_row() -> None:
+    """Caches are cold after a draft: 0.2 ms for opus-mt, which were charged to each of eight rows."""
+    costs = PassCosts({1: 0.80, 2: 0.85, 9: 1.2})
+    for _ in range(200):
+        for rows, measured in ((2, 0.85), (3, 0.9), (5, 1.0)):
+            costs.refine(rows, measured + 0.2)
+    assert costs(1) == pytest.approx(0.8)
+    assert costs(2) == pytest.approx(1.05, rel=0.01)
+    assert costs(9) == pytest.approx(1.4, rel=0.02)
 
 
 def test_a_padded_pass_between_two_sizes_is_no_error() -> None:

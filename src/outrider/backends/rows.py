@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engine.cache import Plane
 from ..types import Batch
 
 
@@ -16,17 +17,23 @@ class Sources:
     """The sources that the rows of a pass read, where a model has an encoder."""
 
     table: Tensor  # [lines, length] int32: slots of a line's source
-    lengths: Tensor  # [T] tokens of each row's source
+    each: list[int]  # [T] tokens of each row's source
     ids: dict[int, list[int]]  # line -> the source
 
     @property
-    def listed(self) -> list[tuple[list[int], Tensor]]:
-        """The ids and the slots of each."""
-        return [(ids, self.table[line, : len(ids)]) for line, ids in self.ids.items()]
+    def lengths(self) -> Tensor:
+        """[T] as `each`"""
+        return torch.tensor(self.each)
+
+    def unread(self, plane: Plane) -> list[tuple[list[int], Tensor]]:
+        """The ids and the slots of each that the plane does not hold yet."""
+        firsts = self.table.numpy()
+        new = ((line, ids) for line, ids in self.ids.items() if ids and not plane.has_source(firsts.item(line, 0)))
+        return [(ids, self.table[line, : len(ids)]) for line, ids in new]
 
     def at(self, rows: Tensor) -> Sources:
         """Those of some rows [n]."""
-        return replace(self, lengths=self.lengths[rows])
+        return replace(self, each=[self.each[i] for i in rows.tolist()])
 
 
 @dataclass(frozen=True)
@@ -91,9 +98,8 @@ class _LazyRows(Rows):
 
 def _sources(batch: Batch) -> Sources:
     assert batch.sources is not None
-    lengths = torch.tensor([len(seq.source) for seq in batch.owners])
     ids = {line: seq.source for line, seq in zip(batch.lines, batch.owners, strict=True)}
-    return Sources(batch.sources, lengths, ids)
+    return Sources(batch.sources, [len(seq.source) for seq in batch.owners], ids)
 
 
 def rows_of(batch: Batch) -> Rows:

@@ -171,8 +171,8 @@ class Transformer(Model):
 
     def _read_sources(self, rows: Rows, plane: Plane) -> None:
         """The encoder reads the sources that the plane does not hold yet."""
-        if self.reader is not None and rows.sources is not None:
-            self.reader.read(rows.sources.listed, plane)
+        if self.reader is not None and rows.sources is not None and (new := rows.sources.unread(plane)):
+            self.reader.read(new, plane)
 
     def _fused(
         self, x: Tensor | None, rows: Rows, plane: Plane, part: Part, taps: tuple[int, ...], hidden: dict[int, Tensor]

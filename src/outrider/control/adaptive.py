@@ -117,7 +117,7 @@ class Adaptive(Controller):
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.pause = self.pause_batch = 0  # steps without a look at the drafter, for a batch of this size
         self.plain_steps = list[tuple[int, float]]()  # sequences and seconds of those to learn from
-        self.is_cheap = False  # whether the drafter is asked whatever is expected of it
+        self.is_cheap = self.is_stated = False  # whether the drafter is asked whatever is expected of it, see KNOWN
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -132,7 +132,8 @@ class Adaptive(Controller):
             return turns
         self._learn_plain()
         self.turns, self.traits, self.stop_below, self.is_cheap = turns, traits, 0.0, False
-        self.credit.admit(len(turns), traits.forecast is not None and bool(traits.forecast.survival))
+        self.is_stated = traits.forecast is not None and bool(traits.forecast.survival)
+        self.credit.admit(len(turns), self.is_stated)
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
         free = max(2, min(self.k_max, self.FREE_NODES // len(turns)))
         rooms = {} if paused else self._rooms(free)
@@ -145,7 +146,7 @@ class Adaptive(Controller):
         """Sequence -> nodes to request of the drafter. A cheap one is asked for `free` nodes in every step, unless it
         has found little lately (`_learn_request`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
-        if self.credit.tokens <= 0:
+        if self.credit.tokens <= 0 and not self.is_stated:  # else until its verdicts say so
             return self._pause("has gained less than it cost and is paused: plain decoding is faster", 0.0)
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft

@@ -23,13 +23,14 @@ Points = tuple[list[int], list[float]]  # row counts, rising, and their costs
 class PassCosts:
     """Seconds of a pass over `rows` rows in total by `sequences` sequences. More rows never cost less.
 
-    t(s, r) = scale(s) · (measured(s, r) + tilt(s) · (r − s)). Measured costs are linear between their points: in rows,
-    and between sequence counts with as many rows each. Passes refine scale and tilt.
+    t(s, r) = scale(s) · (measured(s, r) + base(s) + tilt(s) · (r − s)), the last two of passes with drafts. Measured
+    costs are linear between their points: in rows, and between sequence counts with as many rows each. Passes refine
+    scale, base (caches are cold after a draft) and tilt.
     """
 
     RATE = 0.08  # how far the error of a prediction moves the next one: a dozen passes. The first plain ones move it
     # further: costs were measured at another time, and a shared machine's memory is slower or faster by half
-    FEW = 4  # drafted rows, squared, below which an error says little about one more row: caches are cold after a draft
+    FEW = 4  # drafted rows, squared, whose error moves base and tilt alike: that of fewer says little about one more
     CLIP = 0.5  # the largest error that counts: a thread that was descheduled says nothing
 
     def __init__(self, seconds: Seconds, padded: bool = True) -> None:
@@ -42,13 +43,14 @@ class PassCosts:
             known.append(rows)
             costs.append(max([cost, *costs[-1:]]))
         self._counts = list(self._points)
-        self._corrections = [[1.0, 0.0, 0] for _ in self._counts]  # scale, tilt, passes without drafts so far
+        self._corrections = [[1.0, 0.0, 0.0, 0] for _ in self._counts]  # scale, base, tilt, passes without drafts
         self._measured = cache(self._interpolate)
 
     def __call__(self, rows: int, sequences: int = 1, planned: bool = False) -> float:
-        (scale, tilt, _), stairs = self._corrections[self._index(sequences)], planned and self.padded
-        cost = self._measured(rows, sequences, stairs) + tilt * max(rows - sequences, 0)
-        return scale * (cost if tilt >= 0 else max(cost, self._measured(sequences, sequences, stairs)))
+        (scale, base, tilt, _), stairs = self._corrections[self._index(sequences)], planned and self.padded
+        cost, drafted = self._measured(rows, sequences, stairs), max(rows - sequences, 0)
+        more = base * (drafted > 0) + tilt * drafted
+        return scale * (cost + more if more >= 0 else max(cost + more, self._measured(sequences, sequences, stairs)))
 
     def _index(self, sequences: int) -> int:
         """Of the next measured number of sequences."""
@@ -78,11 +80,12 @@ class PassCosts:
         if drafted > 0 and seconds > plain:  # more rows never cost less: else that was the plain pass's cost, at most
             # Between measured sizes a padded pass may cost anything up to the next one: that is no error.
             cost = min(max(seconds, self(rows, sequences)), self(rows, sequences, planned=True))
-            error = self._error(seconds, cost) * cost / correction[0]  # seconds
-            correction[1] += self.RATE * error / (drafted + self.FEW / drafted)
+            error = self._error(seconds, cost) * cost / correction[0] * self.RATE / (self.FEW + drafted**2)  # seconds
+            correction[1] += error * self.FEW
+            correction[2] += error * drafted
             return
-        correction[2] += 1
-        correction[0] *= 1 + self._error(seconds, plain) * max(self.RATE, 1 / (1 + correction[2]))
+        correction[3] += 1
+        correction[0] *= 1 + self._error(seconds, plain) * max(self.RATE, 1 / (1 + correction[3]))
 
     def _error(self, seconds: float, cost: float) -> float:
         return min(max(seconds / cost - 1, -self.CLIP), self.CLIP)

@@ -76,6 +76,7 @@ class Rollout:
     ) -> None:
         self.model, self.cache, self.plane, self.part, self.source = model, cache, plane, part, source
         self.passes = passes
+        self._keeps_whole = self.keeps_kv and replace(part, vocab=None) == WHOLE  # all layers run, and their K/V counts
         self.recorded = None if passes is None else passes.chains(part, self.again, source)
 
     def chains(self, seqs: list[Sequence], budget: list[int]) -> Draft:
@@ -99,9 +100,10 @@ class Rollout:
 
     def _drafts_at_once(self, seqs: list[Sequence]) -> bool:
         """Whether one call of the model drafts for these: where nothing but the likeliest token of each pass counts."""
-        whole = replace(self.part, vocab=None) == WHOLE and self.keeps_kv and self.model.drafts_chains
-        return whole and all(
-            seq.rule == "match" and seq.params.plain and not self._records_guesses(seq) for seq in seqs
+        return (
+            self.model.drafts_chains
+            and self._keeps_whole
+            and all(seq.rule == "match" and seq.params.plain and not self._records_guesses(seq) for seq in seqs)
         )
 
     def _at_once(self, seqs: list[Sequence], budget: list[int]) -> Draft:

@@ -308,10 +308,11 @@ class NativeBartPass(NativePass):
     def _sources(self, rows: Rows) -> int:
         s = rows.sources
         if s is None:
-            self._read = [torch.zeros(1, 1, dtype=torch.int32), torch.zeros(rows.count, dtype=torch.int64)]
+            table, each = torch.zeros(1, 1, dtype=torch.int32), [0] * rows.count
         else:
-            self._read = [ops.contiguous(s.table, torch.int32), ops.contiguous(s.lengths, torch.int64)]
-        packed = struct.pack(native.SOURCE_TABLE, *ops.addresses_of(*self._read), self._read[0].shape[1])
+            table, each = ops.contiguous(s.table, torch.int32), s.each
+        self._read = table, array("q", each)
+        packed = struct.pack(native.SOURCE_TABLE, table.data_ptr(), self._read[1].buffer_info()[0], table.shape[1])
         self._packed_sources = array("B", packed)  # until the next pass
         return self._packed_sources.buffer_info()[0]
 

@@ -238,7 +238,7 @@ class _Calibration:
         n, m, order = len(tokens), 0 if states is None else len(states), torch.arange(len(tokens))
         line, table = torch.zeros(n, dtype=torch.long), order[None].int().contiguous()
         self.source_slots = torch.arange(n, n + m)
-        sources = None if states is None else Sources(self.source_slots[None].int(), torch.full((n,), m), {})
+        sources = None if states is None else Sources(self.source_slots[None].int(), [m] * n, {})
         context = torch.full((n,), n) if bidirectional else order + 1
         self.rows = Rows(tokens, order, order, line, context, table, None, order, sources=sources)
         self.model = Transformer.without_weights(config, n)
