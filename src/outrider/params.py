@@ -10,6 +10,7 @@ import math
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Self, TypeVar
 
 from .errors import ConfigError
@@ -111,7 +112,7 @@ class SamplingParams:
         penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
         return bool(self.logit_bias or self.min_tokens or penalties or self.logits_processors)
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """True when the choice is the argmax of the unchanged logits."""
         return self.greedy and not (self.adjusts_logits or self.guide or self.bad_words)

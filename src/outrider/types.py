@@ -52,8 +52,7 @@ def chain(
     return Tree(tokens, list(range(-1, len(tokens) - 1)), survival, q, source)
 
 
-@dataclass(frozen=True)
-class Draft:
+class Draft(NamedTuple):
     """One tree for each sequence of the step.
 
     A draft may be *unread*: its shape is known, but its tokens are still on the device, and copying them to the host
@@ -109,7 +108,7 @@ class Turn(NamedTuple):
 class Batch:
     """The rows of one pass: pending tokens and drafted nodes of all sequences, packed (`engine.batch`)."""
 
-    table: Tensor  # [lines, length] int32, slot of each committed position
+    table: Tensor  # [lines, length] int32, contiguous: slot of each committed position
     tokens: list[int] = field(default_factory=list)  # [T] negative: unread, see `Draft`
     positions: list[int] = field(default_factory=list)  # [T] root position + depth for nodes
     slots: list[int] = field(default_factory=list)  # [T] where each row's K/V goes
@@ -119,6 +118,7 @@ class Batch:
     owners: list[Sequence] = field(default_factory=list)  # [T]
     want: list[int] = field(default_factory=list)  # [R] rows whose logits are needed
     sources: Tensor | None = None  # [lines, length] int32, slots of each line's source; None: there are no sources
+    logits: Tensor | None = None  # [R, V] memory that the runner lends for them; None: a pass takes its own
 
     @property
     def count(self) -> int:
@@ -131,9 +131,9 @@ class Batch:
         return [self.owners[i] for i in self.want]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Output:
-    """The result of a pass."""
+    """The result of a pass; only the backend that runs it changes it."""
 
     logits: Tensor  # [R, V] float32
     hidden: dict[int, Tensor] = field(default_factory=dict)  # layer -> [T, H], only the requested taps
@@ -300,6 +300,11 @@ class Sequence:
         return self.tokens[self.prompt_len :]
 
     @property
+    def is_plain(self) -> bool:
+        """Whether its choice is the largest of the unchanged logits."""
+        return self.params.plain and self.matcher is None and not self.bad_words
+
+    @property
     def has_request_drafts(self) -> bool:
         """Whether the request itself may have something to draft."""
         return self.matcher is not None or (self.prediction is not None and self.prediction.position is not None)
@@ -350,9 +355,9 @@ class TokenLogprob(NamedTuple):
     top: list[tuple[int, float]]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
-    """All of one step, for listeners. Valid until the next step: copy what you keep."""
+    """All of one step, for listeners, who change nothing. Valid until the next step: copy what you keep."""
 
     index: int
     turns: Listing[Turn]  # [B]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,9 +21,12 @@ from outrider.backends.cpu.blocks import KINDS, BlockTransformer, repack
 from outrider.backends.loaded_weights import output_product, output_rows
 from outrider.backends.rows import Rows
 from outrider.backends.transformer import Transformer
+from outrider.config import Config
 from outrider.engine.cache import Plane
 from outrider.errors import ModelError
+from outrider.llm import build_engine
 from outrider.models.config import ModelConfig
+from outrider.types import SamplingParams, Sequence
 
 from support.native_builds import BUILDS, COMPILER, EQUAL, Use
 from support.product_program import EMULATED, block_problem, build, int8_problem, run
@@ -319,6 +323,22 @@ def test_passes_leave_the_layers_that_are_kept_in_the_slots_of_their_rows(use_ba
     plane.keep_streams((0,), config.hidden_size, torch.float32)  # one more, later
     model.forward(rows, plane)
     assert _same(plane.streams[0][rows.slots], shown[0])
+
+
+@needs_compiler
+def test_the_logits_of_few_rows_have_the_same_memory_in_every_pass(use_backend: Use) -> None:
+    use_backend("tuned")
+    model, logits = _model("super"), list[torch.Tensor]()
+    engine = build_engine(model, Config(drafter="ngram", k=3))
+    engine.listeners = (SimpleNamespace(observe=lambda step: logits.append(step.output.logits), reads_logits=True),)
+    engine.add(Sequence(1, [5, 6, 7, 5, 6], SamplingParams(max_tokens=20)))
+    while engine.busy:
+        engine.step()
+    assert len({each.shape for each in logits}) > 1
+    assert len({each.data_ptr() for each in logits}) == 1
+    rows, plane = _chain(torch.tensor([5, 6]), 0, 2), _plane(MODELS["super"][0])
+    own = model.forward(rows, plane).logits
+    assert model.forward(rows, plane).logits.data_ptr() != own.data_ptr()  # whoever asks keeps what he gets
 
 
 def _problems() -> Iterator[tuple[str, bytes, int]]:

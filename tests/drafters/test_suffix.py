@@ -127,10 +127,10 @@ def test_a_text_is_indexed_with_its_first_draft_and_not_before(monkeypatch: pyte
         finish(it, number, list(range(40)), prompt=tuple(range(100, 200)))
     assert not hashed
     assert draft(it, Sequence(9, [7, 11, 12, 13]), 4).tokens[:1] == [14]  # and nothing is missed
-    assert len(hashed) == len(GRAMS) * (5 * 41 + 4 + 3)  # each position once, and a lookup in each of three texts
+    assert len(hashed) == len(GRAMS) * (5 * 41 + 4 + 2)  # each position once, and a lookup in both texts that have any
     hashed.clear()
     draft(it, Sequence(9, [7, 11, 12, 13]), 4)
-    assert len(hashed) == len(GRAMS) * 3  # nothing is indexed twice
+    assert len(hashed) == len(GRAMS) * 2  # nothing is indexed twice
 
 
 def test_a_chain_ends_at_the_requests_stop_below() -> None:

@@ -154,6 +154,25 @@ def test_finished_rows_make_room_when_slots_run_short() -> None:
     cache.check()
 
 
+def test_a_rewritten_text_is_compared_as_a_whole() -> None:
+    """A list that was compared before is known by its last tokens; another one, or one that was cut, is not."""
+    cache = Cache(64, 2, 40)
+    plane = cache.add_plane(1, 1, 2, torch.float32)
+    seq = Sequence(1, list(range(20)))
+    cache.open(seq)
+    assert cache.reserve(seq, 20, 0)
+    plane.advance(1, 20)
+    assert cache.sync(seq, plane) == cache.sync(seq, plane) == 20
+    seq.tokens += [7, 7]
+    assert cache.sync(seq, plane) == 20
+    seq.tokens = [*seq.tokens[:4], 99, *seq.tokens[5:]]  # the last tokens are the same
+    assert cache.sync(seq, plane) == 4
+    plane.advance(1, 20)
+    assert cache.sync(seq, plane) == 4
+    del seq.tokens[3:]
+    assert cache.sync(seq, plane) == 3
+
+
 def test_check_notices_a_lost_slot() -> None:
     cache = Cache(16, 2, 16)
     filled(cache, [1, 2, 3], 1)

@@ -25,7 +25,7 @@ find nothing. Nothing here knows whether a step ran on a CPU or in a GPU's round
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import partial
 from itertools import accumulate
 from operator import add
@@ -237,12 +237,14 @@ class Adaptive(Controller):
         nodes = sorted((-s, i) for i, tree in trees for s in self._survival(turns[i].seq, tree))
         limit = self.prices.limit if self.is_cheap else math.inf
         best = self.prices.best((-minus for minus, _ in nodes), limit)
-        kept = Counter(i for _, i in nodes[:best])
-        if kept:
+        kept = [0] * len(turns)
+        for _, i in nodes[:best]:
+            kept[i] += 1
+        if best:
             self._expect(f"{best} of {len(nodes)} drafted", -sum(minus for minus, _ in nodes[:best]))
         elif nodes:
             self._explain(f"{self.name} {_odds(-nodes[0][0], self.prices.price(len(turns)) / len(turns))}")
-        return Draft.pack(tree.cut(kept[i]) for i, tree in enumerate(draft.trees))
+        return Draft.pack(map(Tree.cut, draft.trees, kept))
 
     def _survival(self, seq: Sequence, tree: Tree) -> list[float]:
         """Each node's survival by the statistics, never rising along the list, so that every cut is a tree."""

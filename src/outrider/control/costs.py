@@ -107,7 +107,8 @@ class StepPrices:
     """
 
     def __init__(self, turns: list[Turn], costs: PassCosts, lead: float, credit: float) -> None:
-        self.costs, self.sequences, self.rows = costs, len(turns), sum(turn.feed for turn in turns)
+        self.costs, self.sequences, self.rows = costs, len(turns), sum([turn.feed for turn in turns])
+        self._added: dict[int, float] = {}  # seconds that so many rows add: several ask for the same
         self.without = costs(self.rows, self.sequences, planned=True)  # seconds
         batch = max(len(turns), 1)
         self.speed = lead * batch / costs(batch, batch)  # λ
@@ -117,8 +118,11 @@ class StepPrices:
 
     def price(self, rows: int, seconds: float = 0.0) -> float:
         """λ · (t(rows of the step + rows) − t(rows of the step) + seconds of drafting)."""
-        added = self.costs(self.rows + rows, self.sequences, planned=True) - self.without
-        return self.speed * (max(added, 0.0) + seconds)
+        added = self._added.get(rows)
+        if added is None:
+            seconds_in_all = self.costs(self.rows + rows, self.sequences, planned=True)
+            added = self._added[rows] = max(seconds_in_all - self.without, 0.0)
+        return self.speed * (added + seconds)
 
     def can_pay(self, most: int) -> bool:
         """Whether so many nodes, or half, a quarter, … of them, would gain something if all were right, for nothing."""
@@ -149,9 +153,9 @@ class Line:
     def add(self, k: int, seconds: float) -> None:
         if self.n:
             seconds = min(seconds, self.CLIP * self(k))
-        new = (1.0, k, seconds, k * k, k * seconds)
-        old = (self.n, self.k, self.y, self.kk, self.ky)
-        self.n, self.k, self.y, self.kk, self.ky = (self.FADE * a + b for a, b in zip(old, new, strict=True))
+        fade = self.FADE
+        self.n, self.k, self.y = fade * self.n + 1.0, fade * self.k + k, fade * self.y + seconds
+        self.kk, self.ky = fade * self.kk + k * k, fade * self.ky + k * seconds
 
     def __call__(self, k: float) -> float:
         return self.y / self.n + self.slope * (k - self.k / self.n)

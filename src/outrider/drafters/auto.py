@@ -197,7 +197,6 @@ class Auto(Cascade):
         self.lengths: dict[str, int] = {}  # costly drafter -> tokens drafted for each sequence
         self.unread: Tensor | None = None
         self.prices: Prices = NoPrices()
-        self.row_prices: list[float] = []  # of 1, 2, … rows of a sequence in this step, as far as somebody has asked
         self.worthwhile = False  # whether a costly drafter is expected to pay, not only tried
         self.idle_steps = self.largest_batch = 0  # since the last worthwhile call
         self.batch_limit = NO_LIMIT  # sequences from which on no call is expected to pay
@@ -220,7 +219,7 @@ class Auto(Cascade):
         self.proposed, self.calls, self.unread = {seq.id: {} for seq in seqs}, {}, None
         self.worthwhile, self.lengths, self._failures = False, {}, []
         self.lengths_then = {seq.id: len(seq.tokens) for seq in seqs}
-        self.prices, self.row_prices = NoPrices() if request.prices is None else request.prices, []
+        self.prices = NoPrices() if request.prices is None else request.prices
         for drafter in self.free:
             allowed = [i for i, seq in enumerate(seqs) if may_draft(drafter, seq)]
             if allowed:
@@ -268,10 +267,8 @@ class Auto(Cascade):
 
     def _row_price(self, rows: int) -> float:
         """Of so many rows of a sequence, as if every sequence had as many."""
-        known, count = self.row_prices, len(self.proposed)
-        while len(known) < rows:
-            known.append(self.prices.price((len(known) + 1) * count) / count)
-        return known[rows - 1]
+        count = len(self.proposed)
+        return self.prices.price(rows * count) / count
 
     def _trust(self, seq: Sequence, name: str) -> Trust:
         """That in a drafter for a sequence; of a new one, a little of what others have left."""

@@ -74,7 +74,8 @@ class Suffix(Drafter):
         if own.source is not None:
             matches += own.source.matches(seq.tokens, budget)
         for text in self._shared.texts:
-            matches += text.matches(seq.tokens, budget, shared=True)
+            if text.tokens:
+                matches += text.matches(seq.tokens, budget, shared=True)
         matches.sort(key=lambda match: -match.length)  # stable: of equal lengths, the request's own come first
         source = f"{self.name}:shared" if matches and matches[0].shared else self.name
         draft = best_tree if self._branching else best_chain
@@ -148,6 +149,8 @@ class IndexedText:
     def _index(self) -> None:
         """A position is indexed once a token stands there, so the end of the text never finds itself."""
         tokens = self.tokens
+        if len(self._earlier[0]) == len(tokens):
+            return
         for n, latest, earlier in zip(GRAMS, self._latest, self._earlier, strict=True):
             for position in range(len(earlier), len(tokens)):
                 key = hash(tuple(tokens[max(position - n, 0) : position]))

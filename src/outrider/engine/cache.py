@@ -25,12 +25,14 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from ..types import Sequence, common_prefix
 
 TOUCHED = 512  # slots of a plane on a CPU whose memory is there before the first answer takes them: a usual request's
+CHECKED = 8  # tokens that show whether a list that grows is still the one that it was
 AHEAD = 16  # slots that a sequence on a device gets beyond those that it needs, while half of them are free
 
 
@@ -44,6 +46,18 @@ class Row:
     spare: list[int] = field(default_factory=list)
     source: list[int] = field(default_factory=list)  # slots of the encoder's input
     source_ids: list[int] = field(default_factory=list)
+    origin: list[int] | None = None  # a sequence's list that begins with `tokens`, and only grows
+
+    def agreement(self, tokens: list[int]) -> int:
+        """How many leading tokens of a sequence are the row's. Its own list is known by itself and the last of them: to
+        compare the whole text takes every token of it from memory, where a pass leaves it."""
+        count = len(self.tokens)
+        since = max(count - CHECKED, 0)
+        if tokens is self.origin and tokens[since:count] == self.tokens[since:]:
+            return count
+        common = common_prefix(self.tokens, tokens)
+        self.origin = tokens if common == count else None
+        return common
 
 
 class Plane:
@@ -59,6 +73,7 @@ class Plane:
         self._nodes: dict[int, frozenset[int]] = {}  # sequence -> drafted nodes whose K/V is in its spare slots
         self.passes = 0  # that wrote here: shows whether another pass came after one's own
         self.streams: dict[int, torch.Tensor] = {}  # layer -> [S, H] its output, where a drafter needs it
+        self.addresses: Any = None  # of all these tensors, as a backend has noted them; None: again, they have moved
         self._sources: set[int] = set()  # first slots of the sources whose K/V is here
 
     def has_source(self, first: int) -> bool:
@@ -112,6 +127,7 @@ class Plane:
             if layer not in self.streams:
                 make = self.k[0].new_empty if self.k[0].is_cpu else self.k[0].new_zeros
                 self.streams[layer] = _touched(make(self.k[0].shape[0], width, dtype=dtype))
+        self.addresses = None
 
     def add_scratch(self, more: int) -> int:
         """Append slots that no sequence will ever own; returns the first. What was written before is lost."""
@@ -119,6 +135,7 @@ class Plane:
         first, heads, dim = self.k[0].shape
         self.k = [k.new_empty(first + more, heads, dim) for k in self.k]  # [S, H, d]
         self.v = [v.new_empty(first + more, heads, dim) for v in self.v]
+        self.addresses = None
         return first
 
     @property
@@ -221,7 +238,7 @@ class Cache:
     def sync(self, seq: Sequence, plane: Plane) -> int:
         """How many leading tokens of the sequence this plane holds; seq.tokens from there on are pending."""
         row = self.rows[seq.id]
-        held = min(plane.holds(seq.id), common_prefix(row.tokens, seq.tokens))
+        held = min(plane.holds(seq.id), row.agreement(seq.tokens))
         plane.advance(seq.id, held)
         return held
 

@@ -58,7 +58,7 @@ class DraftRequest:
             return draft(self)
         proposed = draft(self.select(chosen))
         trees = dict(zip(chosen, proposed.trees, strict=True))
-        return replace(proposed, trees=tuple(trees.get(i, Tree([], [])) for i in range(len(self.seqs))))
+        return proposed._replace(trees=tuple(trees.get(i, Tree([], [])) for i in range(len(self.seqs))))
 
 
 class Memory(NamedTuple):

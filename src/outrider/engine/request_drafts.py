@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from dataclasses import replace
 from itertools import accumulate, islice
 from operator import mul
 
@@ -40,7 +39,7 @@ def propose(drafter: Drafter, turns: list[Turn], request: DraftRequest) -> Draft
         guided = _guided(seqs[i], drafted.trees[i], budgets[i])
         if guided.tokens[: len(trees[i].tokens)] == trees[i].tokens:
             trees[i] = guided
-    return replace(drafted, trees=tuple(trees))
+    return drafted._replace(trees=tuple(trees))
 
 
 def _draft(drafter: Drafter, request: DraftRequest) -> Draft:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..types import Sequence, TokenLogprob
+from ..types import Output, Sequence, TokenLogprob
 
 # The purpose of a random number. Numbers for different purposes are independent.
 CHOICE, DRAFT, COIN, RESIDUAL = range(4)
@@ -286,15 +286,19 @@ class Target:
     """The target over one sequence's rows (`judge.TargetRows`)."""
 
     seq: Sequence
-    logits: Tensor  # [n+1, V]
-    choices: list[int]  # [n+1] chosen by the backend for the whole step at once; -1: not yet
+    output: Output  # of the whole step
+    first: int  # the sequence's first row in it
 
     def choose(self, row: int, emitted: list[int]) -> int:
-        chosen = self.choices[row]
-        return chosen if chosen >= 0 else choose(self.logits[row].cpu(), self.seq, emitted)
+        chosen = self.output.choices[self.first + row]  # by the backend for the whole step at once; -1: not yet
+        return chosen if chosen >= 0 else choose(self.output.logits[self.first + row].cpu(), self.seq, emitted)
 
     def distribution(self, row: int, emitted: list[int]) -> Tensor:
-        return distribution(self.logits[row].cpu(), self.seq, emitted)
+        return distribution(self.output.logits[self.first + row].cpu(), self.seq, emitted)
+
+    def logits(self, rows: list[int]) -> Tensor:
+        """Of some of its rows [n, V]."""
+        return self.output.logits[[self.first + row for row in rows]]
 
 
 @dataclass

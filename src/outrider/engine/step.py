@@ -17,9 +17,8 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence as Listing
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence as Listing
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, Protocol
 
@@ -51,7 +50,7 @@ from .scheduler import Scheduler
 from .watchdog import Watchdog
 
 log = logging.getLogger("outrider.engine")
-NO_DRAFT, NO_COINS = Tree([], []), SimpleNamespace(flips={}, draws={})  # of rounds: their rule is `match`
+NO_DRAFT, NO_COINS = Tree([], []), SimpleNamespace(flips={}, draws={})  # under the rule `match` nothing is drawn
 
 
 class Pending(Protocol):
@@ -177,13 +176,14 @@ class Engine:
             return False
         if self.cache.sources is not None and not self._in_rounds:
             self._encode(turns)
-        with clock.time("draft"):
-            draft, failure = self._draft(turns)
-            offered = draft.trees
-            if self._in_rounds:
-                turns = self._shorten(turns, draft) if plans and self.controller.prices is not None else turns
-            elif any(tree.tokens for tree in offered):
-                draft = replace(self.controller.prune(turns, draft), unread=draft.unread)
+        begin_drafting = clock.now()
+        draft, failure = self._draft(turns)
+        offered = draft.trees
+        if self._in_rounds:
+            turns = self._shorten(turns, draft) if plans and self.controller.prices is not None else turns
+        elif any(tree.tokens for tree in offered):
+            draft = self.controller.prune(turns, draft)._replace(unread=draft.unread)
+        clock.add("draft", begin_drafting)
         if self._in_rounds and plans and any(turn.budget for turn in turns):
             self.pace.planned(clock.now() - begin)
         why = self._reason(draft) if plans else self._unplanned(turns, hidden)
@@ -203,8 +203,9 @@ class Engine:
         rows, known = [(turn.seq.source, self.cache.rows[turn.seq.id].source) for turn in turns], self.target.plane
         new = [(ids, torch.tensor(slots)) for ids, slots in rows if slots and not known.has_source(slots[0])]
         if new:
-            with self.clock.time("encode"):
-                self.target.encode(new)
+            begin = self.clock.now()
+            self.target.encode(new)
+            self.clock.add("encode", begin)
 
     def _reason(self, draft: Draft) -> str:
         """For what is drafted, in words."""
@@ -218,12 +219,14 @@ class Engine:
         return f"{len(turns)} sequences: a round is over before drafts are planned: plain decoding"
 
     def _launch(self, flight: Flight) -> None:
-        turns, traits = flight.turns, self.drafter.traits  # drafting may have changed them
-        with self.clock.time("verify"):
-            flight.batch, flight.first = pack(self.cache, turns, flight.draft, self.target.plane)
-            flight.pending = self.target.launch(flight.batch, traits.taps, traits.overlaps)
-            with self.clock.time("overlap"):
-                self._notify("overlap", [turn.seq for turn in turns], flight.draft)
+        clock, turns, traits = self.clock, flight.turns, self.drafter.traits  # drafting may have changed them
+        begin = clock.now()
+        flight.batch, flight.first = pack(self.cache, turns, flight.draft, self.target.plane)
+        flight.pending = self.target.launch(flight.batch, traits.taps, traits.overlaps)
+        launched = clock.now()
+        self._notify("overlap", [turn.seq for turn in turns], flight.draft)
+        clock.add("overlap", launched)
+        clock.add("verify", begin)
 
     def _collect(self) -> Step:
         """Wait for the oldest step in flight; judge, commit, observe."""
@@ -232,14 +235,16 @@ class Engine:
         if flight.batch is None:
             return self._publish(self._read_round(flight))
         clock, turns, batch, first = self.clock, flight.turns, flight.batch, flight.first
-        with clock.time("verify"):
-            output = flight.pending.wait()
+        begin = clock.now()
+        output = flight.pending.wait()
+        clock.add("verify", begin)
         clock.adjust(output.seconds)
         draft = _read(flight.draft, batch, first, output)
-        with clock.time("judge"):
-            coins = [KeyedRandom(turn.seq) for turn in turns]
-            targets = self._targets(turns, draft, output, first)
-            verdicts = [self._settle(*each) for each in zip(turns, draft.trees, targets, coins, strict=True)]
+        begin = clock.now()
+        coins: list[Any] = [NO_COINS if turn.seq.rule == "match" else KeyedRandom(turn.seq) for turn in turns]
+        targets = self._targets(turns, output, first)
+        verdicts = [self._settle(*each) for each in zip(turns, draft.trees, targets, coins, strict=True)]
+        clock.add("judge", begin)
         untaken = [_refused(*each) for each in zip(flight.offered, draft.trees, verdicts, strict=True)]
         return self._publish(Step(
             self.index, turns, draft, batch, output, verdicts, clock.seconds, clock.starts, first, coins,
@@ -254,14 +259,15 @@ class Engine:
         if all(turn.feed == 1 for turn in flight.turns):  # with a prompt it took longer than the next one will
             self.pace.waited(self.clock.now() - begin, device)
         turns, trees, verdicts, untaken = list[Turn](), list[Tree](), list[Verdict | None](), list[Any]()
-        with self.clock.time("judge"):
-            for turn, result, late, at in zip(flight.turns, results, flight.draft.trees, flight.lengths, strict=True):
-                if self._is_current(turn, result):
-                    tree = _tree_of(result, late) if result.drafted else NO_DRAFT
-                    turns.append(turn)
-                    trees.append(tree)
-                    verdicts.append(self._take(turn, tree, result))
-                    untaken.append(_untaken(turn, result, late, at) if late.tokens else None)
+        begin = self.clock.now()
+        for turn, result, late, at in zip(flight.turns, results, flight.draft.trees, flight.lengths, strict=True):
+            if self._is_current(turn, result):
+                tree = _tree_of(result, late) if result.drafted else NO_DRAFT
+                turns.append(turn)
+                trees.append(tree)
+                verdicts.append(self._take(turn, tree, result))
+                untaken.append(_untaken(turn, result, late, at) if late.tokens else None)
+        self.clock.add("judge", begin)
         seconds = {"draft": 0.0, "verify": 0.0, "judge": 0.0} | device  # the host works meanwhile
         return Step(
             self.index, turns, Draft.pack(trees), Batch(self.cache.table), Output(torch.empty(0), seconds=device),
@@ -350,14 +356,11 @@ class Engine:
         pruned = rest if weighed else self.controller.prune(turns, Draft.pack(rest)).trees
         return [turn.allow(len(tree.tokens), turn.request_only) for turn, tree in zip(turns, pruned, strict=True)]
 
-    def _targets(self, turns: list[Turn], draft: Draft, output: Output, first: list[int]) -> list[Target | None]:
+    def _targets(self, turns: list[Turn], output: Output, first: list[int]) -> list[Target | None]:
         """The target over each sequence's rows; None where part of a prompt is still pending."""
         _require_finite(output.highest)
-        spans = [slice(at, at + 1 + len(tree.tokens)) for at, tree in zip(first, draft.trees, strict=True)]
-        return [
-            Target(turn.seq, output.logits[span], output.choices[span]) if turn.whole else None
-            for turn, span in zip(turns, spans, strict=True)
-        ]
+        pairs = zip(turns, first, strict=True)
+        return [Target(turn.seq, output, at) if turn.whole else None for turn, at in pairs]
 
     def _settle(self, turn: Turn, tree: Tree, target: Target | None, coins: KeyedRandom) -> Verdict | None:
         """Judge one tree and commit: tokens first, then the cache, because tokens are the truth."""
@@ -368,7 +371,7 @@ class Engine:
         verdict = seq.extend(RULES[seq.rule](tree, target, coins), tree)
         self._commit(seq, fed, tree, verdict)
         if seq.params.logprobs is not None:
-            logits, top = target.logits[verdict.rows], seq.params.logprobs
+            logits, top = target.logits(verdict.rows), seq.params.logprobs
             ids, values = log_probabilities(logits, torch.tensor(verdict.tokens, device=logits.device), top)
             seq.logprobs += token_logprobs(ids.tolist(), values.tolist(), top)
         return verdict
@@ -447,21 +450,9 @@ class Clock:
             self.starts = dict.fromkeys(self.seconds, since - self.zero) | self.starts
             self.reported = now
 
-    def since(self, phase: str) -> float:
-        """Seconds since a phase of this step began."""
-        return self.now() - self.zero - self.starts[phase]
-
-    @contextmanager
-    def time(self, phase: str) -> Iterator[None]:
-        begin = self.now()
-        self.starts.setdefault(phase, begin - self.zero)
-        try:
-            yield
-        finally:
-            self.add(phase, begin)
-
     def add(self, phase: str, begin: float) -> None:
-        """A part of a phase ends that began then."""
+        """A part of a phase ends that began then. No context manager: after a pass, which leaves nothing of Python in
+        the caches, one takes 30 µs."""
         self.starts.setdefault(phase, begin - self.zero)
         self.seconds[phase] = self.seconds.get(phase, 0.0) + self.now() - begin
 

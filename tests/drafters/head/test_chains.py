@@ -17,7 +17,7 @@ from outrider.config import Config
 from outrider.drafters import DraftRequest
 from outrider.drafters.head import features
 from outrider.drafters.head.drafter import SHIPPED, Pace
-from outrider.drafters.head.features import CommittedRows, HeadBatch, ObservedFeatures, Piece
+from outrider.drafters.head.features import CommittedRows, HeadBatch, ObservedFeatures, Piece, StreamFeatures
 from outrider.drafters.head.network import Chain, Head, read_head
 from outrider.drafters.head.rollout import HeadRollout, with_others
 from outrider.engine.cache import Cache
@@ -238,6 +238,26 @@ def test_what_is_out_of_range_is_an_error(budget: int) -> None:
     slots = [1 << 30] * budget if budget < 100 else [0] * budget
     with pytest.raises(IndexError, match="out of range"):
         state.head.chains(rows_of(packed), state.plane, shown_to(state.head, 11), [slots], [budget], (0.0,))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 11])
+@pytest.mark.parametrize("variant", ["as trained", "two layers"])
+def test_hidden_states_are_read_where_passes_left_them(variant: str, rows: int) -> None:
+    state = Rig(head_of(**VARIANTS[variant]), list(range(12)))
+    head, plane, config = state.head, state.plane, state.head.config
+    assert head.reads_slots
+    assert not head_of(**VARIANTS["fused in torch"]).reads_slots
+    packed, shown = HeadBatch(state.cache), shown_to(head, 11)[11 - rows :]  # [rows, taps * H]
+    packed.committed(state.seq, 11 - rows, 11, want=True)
+    plane.keep_streams(config.taps, config.target_hidden_size, torch.float32)
+    for tap, part in zip(config.taps, shown.chunk(len(config.taps), 1), strict=True):
+        plane.streams[tap].fill_(torch.nan)
+        plane.streams[tap][packed.slots] = part
+    left = StreamFeatures(config.taps, state.cache, plane)
+    rest = [packed.scratch(state.seq, range(2))], [3], (0.0,)
+    assert left.in_slots
+    expected = head.chains(rows_of(packed), plane, shown, *rest)
+    assert head.chains(rows_of(packed), plane, left.in_slots, *rest) == expected
 
 
 def test_the_shipped_head_of_smollm2(monkeypatch: pytest.MonkeyPatch) -> None:

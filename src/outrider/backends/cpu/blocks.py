@@ -352,7 +352,6 @@ class BlockTransformer(Model):
         name, shape = _head(self.config), (len(ids), self.config.hidden_size)
         return UnreadBlocks(partial(self.weights.block_rows, name, ids), self.weights.kind(name), shape)
 
-    @torch.inference_mode()
     def forward(
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:

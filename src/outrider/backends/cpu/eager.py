@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,8 @@ from ...engine.sampling import CHOICE, adjusts, filters, key
 from ...types import Batch, Output, Sequence
 from .. import Model, Part, ops
 from ..rows import Rows, rows_of
+
+LENT, TOUCHED = 32, 5  # rows of a pass whose logits have memory of their own: a small batch; of a usual draft
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,9 @@ class Eager:
 
     def __init__(self, model: Model, plane: Plane, first_layers: FirstLayers | None = None) -> None:
         self.model, self.plane, self.first_layers = model, plane, first_layers
+        logits = torch.empty(LENT, model.config.vocab_size)
+        logits[:TOUCHED] = 0  # the system's pages are there before the first answer takes them
+        self._logits = [logits[:n] for n in range(1, LENT + 1)]  # for 1, 2, … rows the same memory, in every pass
         self._worker: ThreadPoolExecutor | None = None
 
     def encode(self, sources: list[tuple[list[int], Tensor]]) -> None:
@@ -48,6 +53,8 @@ class Eager:
             self.model.reader.read(sources, self.plane)
 
     def launch(self, batch: Batch, taps: tuple[int, ...], overlapped: bool) -> PendingPass:
+        batch.logits = self._lent(len(batch.want))
+
         def run() -> Output:
             if self.first_layers is not None:
                 output = self.first_layers.finish(batch, taps)
@@ -55,8 +62,9 @@ class Eager:
                 output = self.model.forward(rows_of(batch), self.plane, taps=taps)
             if not output.leaders:
                 highest, leaders = ops.top(output.logits)
-                output = replace(output, highest=highest.tolist(), leaders=leaders.tolist())
-            return replace(output, choices=_choices(batch, output.logits, output.leaders))
+                output.highest, output.leaders = highest.tolist(), leaders.tolist()
+            output.choices = _choices(batch, output.logits, output.leaders)
+            return output
 
         if not overlapped:
             return PendingPass(run)
@@ -64,10 +72,16 @@ class Eager:
             self._worker = ThreadPoolExecutor(1, "target")
         return PendingPass(self._worker.submit(run).result)
 
+    def _lent(self, rows: int) -> Tensor | None:
+        """Memory for the logits of a few rows. A pass that takes its own gets new pages again and again."""
+        return self._logits[rows - 1] if 0 < rows <= LENT else None
+
 
 def _choices(batch: Batch, logits: Tensor, leaders: list[int]) -> list[int]:
     """[R] what each row's sequence chooses there, where that takes no more than temperature and noise; else -1."""
     choosers = batch.choosers
+    if all(seq.is_plain for seq in choosers):
+        return leaders
     plain = [not (adjusts(seq) or filters(seq)) for seq in choosers]
     temperatures = [seq.params.temperature if bare else 0.0 for seq, bare in zip(choosers, plain, strict=True)]
     chosen: list[int] | None = leaders

@@ -15,7 +15,6 @@ from dataclasses import replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -59,7 +58,6 @@ class Int8Transformer(Model):
         kv = self.kv_dtype or torch.float32
         return PlaneShape(self.config.layers, self.config.kv_heads, self.config.head_dim, kv)
 
-    @torch.inference_mode()
     def forward(
         self, rows: Rows, plane: Plane, part: Part = WHOLE, x: Tensor | None = None, taps: tuple[int, ...] = ()
     ) -> Output:
@@ -88,31 +86,29 @@ def calibration_ids(checkpoint: Checkpoint, count: int) -> list[int]:
     return [i for i in ids if i < checkpoint.config.vocab_size][:count]
 
 
+class PlaneAddresses:
+    """Where a plane is, for native code."""
+
+    def __init__(self, plane: Plane) -> None:
+        pairs = zip(plane.k, plane.v, strict=True)
+        self._kv = array("q", [ops.plane_address(t) for pair in pairs for t in pair])
+        self._streams = array("q", ops.addresses_of(*(plane.streams.get(i) for i in range(len(plane.k)))))
+        self.kv = self._kv.buffer_info()[0]  # the address of the addresses of each layer's k and v
+        self.streams = self._streams.buffer_info()[0] if plane.streams else 0  # and of each layer's stream
+        self.slots = plane.k[0].shape[0]
+
+    @staticmethod
+    def of(plane: Plane) -> PlaneAddresses:
+        if plane.addresses is None:
+            plane.addresses = PlaneAddresses(plane)
+        return plane.addresses  # type: ignore[no-any-return]
+
+
 class Addresses:
     """Addresses of memory that native code reads. This object keeps that memory alive."""
 
     def __init__(self, *held: object) -> None:
         self._held: list[object] = [*held]
-        self._planes: WeakKeyDictionary[Plane, array[int]] = WeakKeyDictionary()
-        self._streams: WeakKeyDictionary[Plane, array[int]] = WeakKeyDictionary()
-
-    def _addresses(self, plane: Plane) -> int:
-        """The address of the addresses of each layer's k and v."""
-        held = self._planes.get(plane)
-        if held is None or held[0] != ops.plane_address(plane.k[0]):
-            pairs = zip(plane.k, plane.v, strict=True)
-            held = self._planes[plane] = array("q", [ops.plane_address(t) for pair in pairs for t in pair])
-        return held.buffer_info()[0]
-
-    def _stream_addresses(self, plane: Plane) -> int:
-        """The address of the addresses of each layer's stream, which are never moved; 0: none is kept."""
-        if not plane.streams:
-            return 0
-        held = self._streams.get(plane)
-        if held is None or len(held) - held.count(0) != len(plane.streams):
-            kept = (plane.streams.get(i) for i in range(len(plane.k)))
-            held = self._streams[plane] = array("q", ops.addresses_of(*kept))
-        return held.buffer_info()[0]
 
     def _keep(self, data: bytes) -> int:
         held = array("B", data)
@@ -152,14 +148,14 @@ class NativeRows:
     FIELDS = ("tokens", "positions", "slots", "lines", "context", "want")  # in the order of pass.h
 
     def __init__(self, rows: Rows) -> None:
-        batch, tails = rows.batch, list[list[int]]()
-        if batch is not None:  # it has the lists already; tensors of a few numbers cost several times more
-            self.lists, table = [getattr(batch, name) for name in self.FIELDS], batch.table
-            tails = batch.tails
+        b, tails = rows.batch, list[list[int]]()
+        if b is not None:  # it has the lists already; tensors of a few numbers cost several times more
+            self.lists, tails = [b.tokens, b.positions, b.slots, b.lines, b.context, b.want], b.tails
+            self.table = b.table  # [lines, length]
         else:
-            self.lists, table = [getattr(rows, name).tolist() for name in self.FIELDS], rows.table
+            self.lists = [getattr(rows, name).tolist() for name in self.FIELDS]
             tails = [] if rows.ancestors is None else rows.ancestors.tolist()
-        self.table = ops.contiguous(table, torch.int32)  # [lines, length]
+            self.table = ops.contiguous(rows.table, torch.int32)
         self.depth = max(map(len, tails), default=0)  # drafted ancestors of a row, at most
         self._tails = array("i", [slot for tail in tails for slot in (*tail, *[-1] * (self.depth - len(tail)))])
 
@@ -228,35 +224,36 @@ class NativePass(Addresses):
         self, rows: Rows, plane: Plane, slots: list[list[int]], budgets: list[int], floor: float, vocab: int | None
     ) -> list[Chain]:
         """As `Model.chains`."""
-        inputs, out = NativeRows(rows), ChainBuffers(slots, budgets, (floor,))
+        inputs, out, at = NativeRows(rows), ChainBuffers(slots, budgets, (floor,)), PlaneAddresses.of(plane)
         model, _ = self._with_outputs(vocab)
         self.kernels.chain(
-            model, *inputs.addresses(), 0, 0, self._addresses(plane), 0, 0, 0, 0, 0, 0,
-            inputs.table.shape[1], inputs.depth, plane.k[0].shape[0], inputs.count, out.count, 0, self.config.layers,
+            model, *inputs.addresses(), 0, 0, 0, at.kv, 0, 0, 0, 0, 0, 0,
+            inputs.table.shape[1], inputs.depth, at.slots, inputs.count, out.count, 0, self.config.layers,
             torch.get_num_threads(), self._sources(rows),
             *out.given, self.ids.data_ptr(), out.floors, 0, 0, *out.made, 0, out.longest, 0, 1.0,
         )  # fmt: skip
         return out.chains()
 
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
-        c, inputs = self.config, NativeRows(rows)
+        c, inputs, at = self.config, NativeRows(rows), PlaneAddresses.of(plane)
         stop = c.layers if part.stop is None else part.stop
         x = None if x is None else x.to(torch.float32).contiguous()
         model, outputs = self._with_outputs(part.vocab)
         wanted = len(inputs.lists[-1]) if part.head else 0
-        logits = torch.empty(wanted, outputs)  # [R, V]
+        lent = None if rows.batch is None or part.vocab is not None else rows.batch.logits
+        logits = torch.empty(wanted, outputs) if lent is None or not wanted else lent  # [R, V]
         highest, leaders = array("f", bytes(4 * wanted)), array("q", bytes(8 * wanted))
-        hidden = {i: torch.empty(inputs.count, c.hidden_size) for i in sorted(set(taps)) if part.start <= i < stop}
+        hidden = {i: torch.empty(inputs.count, c.hidden_size) for i in dict.fromkeys(taps) if part.start <= i < stop}
         tapped = array("q", [hidden[i].data_ptr() if i in hidden else 0 for i in range(stop)]) if hidden else None
         skips, (attention, mlp) = None, (part.skip_attention, part.skip_mlp)
         if attention or mlp:
             skips = array("B", [_SKIP_ATTENTION * (i in attention) + _SKIP_MLP * (i in mlp) for i in range(stop)])
         self.kernels.int8_pass(
-            model, *inputs.addresses(), *ops.addresses_of(x), 0, self._addresses(plane),
+            model, *inputs.addresses(), 0 if x is None else x.data_ptr(), 0, 0, at.kv,
             *((logits.data_ptr(), highest.buffer_info()[0], leaders.buffer_info()[0]) if wanted else (0, 0, 0)),
-            0 if tapped is None else tapped.buffer_info()[0],
-            self._stream_addresses(plane), 0 if skips is None else skips.buffer_info()[0],
-            inputs.table.shape[1], inputs.depth, plane.k[0].shape[0], inputs.count, wanted, part.start, stop,
+            0 if tapped is None else tapped.buffer_info()[0], at.streams,
+            0 if skips is None else skips.buffer_info()[0],
+            inputs.table.shape[1], inputs.depth, at.slots, inputs.count, wanted, part.start, stop,
             torch.get_num_threads(), self._sources(rows),
         )  # fmt: skip
         scores = logits if part.head else logits.new_zeros(0)
@@ -478,6 +475,7 @@ class TorchPass:
             for name in names
         }
 
+    @torch.inference_mode()
     def __call__(self, rows: Rows, plane: Plane, part: Part, x: Tensor | None, taps: tuple[int, ...]) -> Output:
         c = self.config
         x = self.tensors["embedding"][rows.tokens].float() if x is None else x.float().clone()  # [T, H]
@@ -614,7 +612,7 @@ class NativeProduct(Addresses):
         x, rows = x.to(torch.float32).contiguous(), x.shape[0]
         out = torch.empty(rows, outputs)
         zeros, every = _indices(rows)
-        inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, out.data_ptr()]
+        inputs = [zeros.data_ptr()] * 5 + [every.data_ptr(), zeros.data_ptr(), 0, x.data_ptr(), 0, 0, 0, out.data_ptr()]
         threads = torch.get_num_threads()
         self.kernels.int8_pass(self._models[outputs], *inputs, 0, 0, 0, 0, 0, 1, 0, 1, rows, rows, 0, 0, threads, 0)
         return out

@@ -13,6 +13,7 @@ acceptance). Missing features are zeros. This file knows rows and hidden states,
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence as Listing, Set
 from dataclasses import dataclass, field
 from threading import Lock
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ...backends import Chain
+from ...backends import Chain, ops
 from ...backends.rows import rows_of
 from ...engine.batch import BatchBuilder
 from ...engine.cache import Cache, Plane
@@ -38,6 +39,8 @@ _PIECES = 32  # steps whose features of one sequence are kept as separate tensor
 
 class FeatureCache:
     """The target's hidden states at committed positions, by sequence id."""
+
+    in_slots = 0  # where native code finds the address of each tap's states [S, H], by slot, and then 0; 0: nowhere
 
     def observe(self, step: Step) -> None:
         """The target has verified this step."""
@@ -157,6 +160,9 @@ class StreamFeatures(FeatureCache):
 
     def __init__(self, taps: tuple[int, ...], cache: Cache, plane: Plane) -> None:
         self.cache, self.streams = cache, [plane.streams[tap] for tap in taps]  # [S, H] each
+        if all(stream.is_cpu and stream.dtype is torch.float32 for stream in self.streams):
+            self._addresses = array("q", [*ops.addresses_of(*self.streams), 0])
+            self.in_slots = self._addresses.buffer_info()[0]
 
     def has(self, seq_id: int, position: int) -> bool:
         return True
@@ -238,7 +244,8 @@ class CommittedRows:
 
     def read(self, seqs: list[Sequence], masks: list[int]) -> tuple[Tensor, Tensor]:
         """Feed committed rows, and masks[i] masks behind them: the wanted rows' scores [R, D] and outputs [R, H]."""
-        packed, features = self._pack(seqs, masks, _FEW)
+        packed, starts = self._pack(seqs, masks, _FEW)
+        features = self._hidden(seqs, starts, masks)
         masked = torch.tensor(packed.masked) if any(packed.masked) else None  # [T]
         scores, outputs = self.head.read(rows_of(packed), self.plane, features, masked)
         self._advance_all(seqs)
@@ -246,24 +253,33 @@ class CommittedRows:
 
     def chains(self, seqs: list[Sequence], budgets: list[int], floors: Listing[float]) -> list[Chain]:
         """Feed committed rows and draft after each, as `Head.chains` does."""
-        packed, features = self._pack(seqs, [0] * len(seqs), CHUNK)
+        masks = [0] * len(seqs)
+        packed, starts = self._pack(seqs, masks, CHUNK)
+        in_slots = self.features.in_slots if self.head.reads_slots else 0
+        features = in_slots or self._hidden(seqs, starts, masks)
         slots = [packed.scratch(seq, range(budget - 1)) for seq, budget in zip(seqs, budgets, strict=True)]
         drafted = self.head.chains(rows_of(packed), self.plane, features, slots, budgets, floors)
         self._advance_all(seqs)
         return drafted
 
-    def _pack(self, seqs: list[Sequence], masks: list[int], most: int) -> tuple[HeadBatch, Tensor]:
-        """The last committed rows of each that the plane lacks, `most` at most, with masks behind them, and their
-        features [T, taps * H]. Those before are fed."""
-        packed, features = HeadBatch(self.cache), []
-        for seq, more in zip(seqs, masks, strict=True):
-            start, stop = self._catch_up(seq, most), len(seq.tokens) - 1
-            packed.committed(seq, start, stop, want=True)
-            features.append(self.features.between(self.seq_id(seq), start, stop, self.blank))
+    def _pack(self, seqs: list[Sequence], masks: list[int], most: int) -> tuple[HeadBatch, list[int]]:
+        """The last committed rows of each that the plane lacks, `most` at most, with masks behind them; and the first
+        of them. Those before are fed."""
+        packed, starts = HeadBatch(self.cache), [self._catch_up(seq, most) for seq in seqs]
+        for seq, start, more in zip(seqs, starts, masks, strict=True):
+            packed.committed(seq, start, len(seq.tokens) - 1, want=True)
             if more:
                 packed.masks(seq, more)
+        return packed, starts
+
+    def _hidden(self, seqs: list[Sequence], starts: list[int], masks: list[int]) -> Tensor:
+        """The target's hidden states in these rows [T, taps * H]; zeros for masks."""
+        features = []
+        for seq, start, more in zip(seqs, starts, masks, strict=True):
+            features.append(self.features.between(self.seq_id(seq), start, len(seq.tokens) - 1, self.blank))
+            if more:
                 features.append(self.blank.new_zeros(more, self.blank.shape[1]))
-        return packed, features[0] if len(features) == 1 else torch.cat(features)
+        return features[0] if len(features) == 1 else torch.cat(features)
 
     def _advance_all(self, seqs: list[Sequence]) -> None:
         for seq in seqs:

@@ -24,7 +24,7 @@ from torch import Tensor
 from ...backends import Chain, PlaneShape, ops, with_index
 from ...backends.cpu import native, quantise
 from ...backends.cpu.blocks import GATED, BlockLinear, BlockTransformer, joined
-from ...backends.cpu.int8 import Addresses, ChainBuffers, Int8Linear, NativeRows, Words
+from ...backends.cpu.int8 import Addresses, ChainBuffers, Int8Linear, NativeRows, PlaneAddresses, Words
 from ...backends.cpu.native import COLUMNS
 from ...backends.cpu.quantise import OUTPUTS
 from ...backends.linear import linear, summed
@@ -221,6 +221,11 @@ class Head(DraftVocabulary):
         return self.native is not None and self.config.kind != EAGLE1 and self.fc_bias is None
 
     @property
+    def reads_slots(self) -> bool:
+        """Whether `chains` reads hidden states where they are: nothing is done to them before they are fused."""
+        return self._fuses_natively and self.feature_norm is None and self.input_norm is None and not self.fc_norms
+
+    @property
     def drafts_chains(self) -> bool:
         """Whether `chains` runs a whole draft in one native call."""
         return self.native is not None and self.config.kind == EAGLE3 and self.correction is None
@@ -233,16 +238,20 @@ class Head(DraftVocabulary):
             self.read(rows, plane, hidden)
 
     def chains(
-        self, rows: Rows, plane: Plane, hidden: Tensor, slots: list[list[int]], budgets: list[int],
+        self, rows: Rows, plane: Plane, hidden: Tensor | int, slots: list[list[int]], budgets: list[int],
         floors: Listing[float],
     ) -> list[Chain]:  # fmt: skip
-        """Write the K/V of committed rows with the target's hidden states [T, taps * H]; then, after each wanted one,
-        the likeliest tokens, budgets[i] at most, fed into slots[i], until the survival of a chain of 1, 2, … tokens
-        is below floors[0], floors[1], …; the last one holds for longer chains."""
+        """Write the K/V of committed rows with the target's hidden states [T, taps * H], or with what is in their slots
+        (`FeatureCache.in_slots`, where it `reads_slots`); then, after each wanted one, the likeliest tokens,
+        budgets[i] at most, fed into slots[i], until the survival of a chain of 1, 2, … tokens is below floors[0],
+        floors[1], …; the last one holds for longer chains."""
         assert self.native is not None
-        fused = not self._fuses_natively
-        features = self.fuse([hidden]) if fused else self._normed(hidden)
-        return self.native.chains(rows, plane, features, fused, self, slots, budgets, floors)
+        if isinstance(hidden, int):
+            return self.native.chains(rows, plane, (0, 0, hidden), self, slots, budgets, floors)
+        features = self._normed(hidden) if self._fuses_natively else self.fuse([hidden])
+        features = features.to(torch.float32).contiguous()
+        shown = (0, features.data_ptr(), 0) if self._fuses_natively else (features.data_ptr(), 0, 0)
+        return self.native.chains(rows, plane, shown, self, slots, budgets, floors)
 
     def forward(
         self, rows: Rows, plane: Plane, features: Tensor, masked: Tensor | None = None
@@ -423,6 +432,7 @@ class OtherRows:
         self.index: dict[int, int] = {}  # draft id -> row
         self.places = torch.zeros(64, dtype=torch.long)  # [n or more]
         self.rows = torch.zeros(64 // COLUMNS, hidden, COLUMNS)  # [blocks, H, 16]: row i is column i % 16 of its block
+        self.addresses = [0, 0]  # of rows and places
 
     def put(self, places: list[int], rows: Tensor) -> None:
         """rows [n, H] of these draft ids, new or known."""
@@ -430,6 +440,7 @@ class OtherRows:
         while len(self.index) > len(self.places):
             self.places, self.rows = torch.cat([self.places, self.places]), torch.cat([self.rows, self.rows])
         self.places[at], self.rows[at // COLUMNS, :, at % COLUMNS] = torch.tensor(places), rows.to(self.rows.dtype)
+        self.addresses = ops.addresses_of(self.rows, self.places)
 
     def score(self, normed: Tensor, scores: Tensor) -> None:
         """normed [R, H]; scores [R, D] are corrected in place."""
@@ -478,32 +489,32 @@ class Int8Head(Addresses):
         if masked is not None:
             lists[0] = [-1 if mask else token for mask, token in zip(masked.tolist(), lists[0], strict=True)]
         wanted = len(lists[5])
-        features = features.to(torch.float32).contiguous()
+        features, at = features.to(torch.float32).contiguous(), PlaneAddresses.of(plane)
         scores, outputs = torch.empty(wanted, self.outputs), torch.empty(count, self.width)
         taps = array("q", [0] * (self.layers - 1) + [outputs.data_ptr()])
         self.kernels.int8_pass(
             self._model, *inputs.addresses(),
-            features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
+            features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), 0, at.kv,
             scores.data_ptr() if wanted else 0, 0, 0, taps.buffer_info()[0], 0, 0,
-            length, inputs.depth, plane.k[0].shape[0], count, wanted, 0, self.layers, torch.get_num_threads(),
+            length, inputs.depth, at.slots, count, wanted, 0, self.layers, torch.get_num_threads(),
             0,
         )  # fmt: skip
         return scores, outputs
 
     def chains(
-        self, rows: Rows, plane: Plane, features: Tensor, fused: bool, head: Head, slots: list[list[int]],
+        self, rows: Rows, plane: Plane, shown: tuple[int, int, int], head: Head, slots: list[list[int]],
         budgets: list[int], floors: Listing[float],
     ) -> list[Chain]:  # fmt: skip
-        """As `Head.chains`. features [T, H]; with `fused` false, hidden states [T, taps * H]."""
+        """As `Head.chains`. shown: the address of features [T, H], of hidden states [T, taps * H], or of the addresses
+        of each tap's [S, H]; the others are 0."""
         inputs, out, others = NativeRows(rows), ChainBuffers(slots, budgets, floors), head._other_rows
-        features = features.to(torch.float32).contiguous()
+        at = PlaneAddresses.of(plane)
         self.kernels.chain(
-            self._model, *inputs.addresses(),
-            features.data_ptr() if fused else 0, 0 if fused else features.data_ptr(), self._addresses(plane),
-            0, 0, 0, 0, 0, 0, inputs.table.shape[1], inputs.depth, plane.k[0].shape[0],
+            self._model, *inputs.addresses(), *shown, at.kv,
+            0, 0, 0, 0, 0, 0, inputs.table.shape[1], inputs.depth, at.slots,
             inputs.count, out.count, 0, self.layers, torch.get_num_threads(), 0,
             *out.given, head.ids.data_ptr(), out.floors,
-            *((0, 0) if others is None else ops.addresses_of(others.rows, others.places)),
+            *((0, 0) if others is None else others.addresses),
             *out.made, 0 if others is None else len(others.index), out.longest, head.config.norm_output,
             head.config.logit_scale,
         )  # fmt: skip

@@ -65,7 +65,7 @@ announce: Callable[[str], AbstractContextManager[object]] = nullcontext  # aroun
 # Each function takes one struct: P an address, q an int64, d a double. One packed argument is several times cheaper
 # than twenty that ctypes converts one by one.
 STRUCTS = {"add_norm": "5P2qd3q", "gate_mul": "2P6q", "rope_store": "9P5qd2q", "attend": "11P7q2d3q"}
-STRUCTS |= {"int8_pass": "18P8qP", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
+STRUCTS |= {"int8_pass": "19P8qP", "top": "4P3q", "choose": "4P3q", "product": "4P5q"}
 STRUCTS |= {"chain": STRUCTS["int8_pass"] + "9P3qd"}
 COLUMNS = 16  # outputs of a block of float weights, as in product.h
 # The structs that a pass reads: addresses and sizes in the order of int8.h's Linear and pass.h's Layer and Model.
@@ -440,7 +440,7 @@ def _check_chain(kernels: Kernels, d: int) -> None:
     groups = (budget, slots, ids, floors), (tokens, survival, lengths)
     given, made = ([_address(each) for each in group] for group in groups)
     kernels.chain(
-        _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2, 0,
+        _address(model), *inputs, 0, _address(stream), 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 0, 1, 1, 1, 0, 0, 2, 0,
         *given, 0, 0, *made, 0, length, 0, 1.0,
     )  # fmt: skip
     share = math.e / (math.e + outputs - 1)
@@ -492,7 +492,7 @@ def _head_of(kernels: Kernels, head: tuple[int, ...], x: list[float]) -> Floats:
     inputs = [_address(zeros)] * 4 + [_address(each) for each in (lengths, want, table)]
     highest, leaders = _floats([0.0] * rows), _int64s([0] * rows)
     kernels.int8_pass(
-        _address(model), *inputs, 0, _address(stream), 0, 0, _address(out), _address(highest), _address(leaders),
+        _address(model), *inputs, 0, _address(stream), 0, 0, 0, _address(out), _address(highest), _address(leaders),
         0, 0, 0, 1, 0, 1, rows, rows, 0, 0, 2, 0,
     )  # fmt: skip
     tops = [out[t * outputs : (t + 1) * outputs] for t in range(rows)]

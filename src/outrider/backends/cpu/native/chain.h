@@ -98,7 +98,7 @@ static int keep_rows(Member *m, const State8 *shared, int64_t i) {
 static int read_committed(Member *m, const Drafting *d) {
     const Pass *p = &d->c->committed;
     int failed = 0;
-    if (p->shown) {
+    if (is_shown(p)) {
         State8 mine, *const s = &mine;
         failed |= own_state(s, &d->reading);
         failed |= pack(m, s, pack_shown, s, p->rows);
@@ -265,8 +265,8 @@ static int64_t furnish_draft(Drafting *d, char *memory) {
     const Pass step = {.model = p->model, .rows = count, .wanted = count};
     State8 one = {.p = &step};
     char *at = memory;
-    d->features = p->shown ? cut(&at, 4 * p->rows * n) : (float *)p->x;
-    d->x = p->shown || p->x ? cut(&at, 4 * count * n) : NULL;
+    d->features = is_shown(p) ? cut(&at, 4 * p->rows * n) : (float *)p->x;
+    d->x = is_shown(p) || p->x ? cut(&at, 4 * count * n) : NULL;
     d->normed = cut(&at, 4 * count * n);
     d->scores = cut(&at, 4 * count * p->model->vocabulary);
     d->other_scores = cut(&at, 4 * count * d->c->others);
@@ -291,6 +291,7 @@ static int open_depths(Drafting *d) {
         Pass *p = &d->depths[i].pass;
         *p = c->committed;
         p->shown = NULL;
+        p->shown_in_slots = NULL;
         p->x = d->x;
         p->logits = d->scores;
         p->rows = 0;
@@ -328,6 +329,7 @@ static int draft_chains(const Chain *c) { /* 1: no memory; 2: an index is out of
     if (open_depths(&d)) return 1;
     d.filling.pass = *p;
     d.filling.pass.shown = NULL;
+    d.filling.pass.shown_in_slots = NULL;
     d.filling.pass.x = d.features;
     d.filling.pass.rows = kept_rows(p);
     d.filling.pass.stop = p->stop - 1;

@@ -64,7 +64,8 @@ typedef struct {
     const int64_t *tokens, *positions, *slots, *lines, *context, *want; /* [T] each, want [R] */
     const int32_t *table, *ancestors; /* [lines, table_stride], [T, depth] or NULL */
     const float *x; /* [T, H], or NULL: the tokens' embeddings */
-    const float *shown; /* [T, inputs of `fuse`], or NULL: x is fused already */
+    const float *shown; /* [T, inputs of `fuse`], or NULL */
+    const float *const *shown_in_slots; /* the same in parts [S, H] side by side, row t's in its slot; then NULL. Or NULL */
     void *const *planes; /* [layers][2] k and v [S, kv_heads, d], as in vectors.h */
     float *logits; /* [R, V], or NULL: no head */
     float *highest; /* [R] each row's largest logit, NaN if there is one; or NULL */
@@ -102,7 +103,9 @@ static void furnish_packed(State8 *s, char **at, int64_t rows) {
     s->packed.offset = cut(at, 4 * rows);
 }
 
-static int64_t packed_rows(const Pass *p) { return most(p->shown ? 2 * p->rows : p->rows, p->wanted); }
+INLINE int is_shown(const Pass *p) { return p->shown || p->shown_in_slots; } /* else x is fused already */
+
+static int64_t packed_rows(const Pass *p) { return most(is_shown(p) ? 2 * p->rows : p->rows, p->wanted); }
 
 /* A member's copy of the state, with a buffer of its own for packed rows where each has one. Nobody's is in memory that
  * is shared: a member that is late may still write to it when others run the next pass there. */
@@ -181,12 +184,24 @@ static int pack_pair(const void *job, int64_t t) { /* a head's first layer: [the
     return 0;
 }
 
+INLINE const float *shown_row(const Pass *p, int64_t t, float *row) {
+    const int64_t n = p->model->fuse.inputs;
+    if (p->shown) return p->shown + t * n;
+    int64_t parts = 0;
+    while (p->shown_in_slots[parts]) parts++;
+    for (int64_t i = 0, width = n / parts; i < parts; i++)
+        memcpy(row + i * width, p->shown_in_slots[i] + p->slots[t] * width, (size_t)width * sizeof *row);
+    return row;
+}
+
 /* Tapped states have a few inputs that are a thousand times larger than the rest, so every input gets two bytes. */
 static int pack_shown(const void *job, int64_t t) {
     const State8 *s = job;
     const Packed *out = &s->packed;
     const int64_t n = s->p->model->fuse.inputs;
-    const float *x = s->p->shown + t * n;
+    float *row = scratch(0, n);
+    if (!row) return 1;
+    const float *x = shown_row(s->p, t, row);
     if (s->p->model->fuse.pieces) {
         char *twice = (char *)(out->inputs + 2 * t * out->stride);
         quantise_units_twice(&s->p->model->fuse, x, twice, twice + out->stride * (int64_t)sizeof(Input));
@@ -229,7 +244,7 @@ static int embed_row(const void *job, int64_t t) {
     const int64_t n = p->model->hidden, half = p->model->half;
     const int head = p->model->beside_norm != NULL;
     if (head && p->tokens[t] < 0) memcpy(s->x + t * n, p->model->mask_stream, (size_t)n * sizeof *s->x);
-    else if (p->shown)
+    else if (is_shown(p))
         for (int64_t i = 0; i < n; i++) s->x[t * n + i] = s->fused[2 * t * n + i] + s->fused[(2 * t + 1) * n + i];
     else if (p->x) memcpy(s->x + t * n, p->x + t * n, (size_t)n * sizeof *s->x);
     else embed(p->model, p->tokens[t], s->x + t * n);
@@ -423,7 +438,7 @@ static int run(Member *m, const void *opaque) {
     int failed = own_state(s, opaque);
     const Pass *p = s->p;
     const Model *model = p->model;
-    if (p->shown) {
+    if (is_shown(p)) {
         failed |= pack(m, s, pack_shown, s, p->rows);
         failed |= multiply(m, s, &model->fuse, 2 * p->rows, s->fused, model->hidden, STORE);
     }
@@ -452,7 +467,7 @@ static int outside(const int64_t *x, int64_t n, int64_t end) {
 /* Lays out the buffers of the pass in `memory`; returns their bytes. With NULL, only the size counts. */
 static int64_t furnish(State8 *s, char *memory) {
     const Model *model = s->p->model;
-    const int64_t rows = s->p->rows, twice = s->p->shown ? 2 * rows : 0, d = model->d;
+    const int64_t rows = s->p->rows, twice = is_shown(s->p) ? 2 * rows : 0, d = model->d;
     const int64_t shown = twice ? model->fuse.inputs : 0;
     const int64_t qkv = (model->heads + 2 * model->kv_heads) * d;
     char *at = memory;
@@ -476,7 +491,7 @@ static int64_t furnish(State8 *s, char *memory) {
 static int is_outside(const Pass *p) { /* whether an index is out of its range */
     const Model *model = p->model;
     if (outside(p->positions, p->rows, model->length) || outside(p->slots, p->rows, p->slot_count) ||
-        outside(p->want, p->wanted, p->rows) || (!p->x && !p->shown && outside(p->tokens, p->rows, model->words)))
+        outside(p->want, p->wanted, p->rows) || (!p->x && !is_shown(p) && outside(p->tokens, p->rows, model->words)))
         return 1;
     const int64_t lowest = model->mask_embedding ? -1 : 0;
     for (int64_t t = 0; model->beside_norm && t < p->rows; t++)
