@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -167,7 +168,10 @@ def test_draining_ends_jobs_and_accepts_none(llm: LLM) -> None:
     run(llm, scenario)
 
 
-def test_jobs_that_outlast_the_drain_end_with_an_error(llm: LLM) -> None:
+def test_jobs_that_outlast_the_drain_end_with_an_error(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = llm.engine.step
+    monkeypatch.setattr(llm.engine, "step", lambda: (time.sleep(0.01), step())[1])  # else they may end before it
+
     async def scenario(worker: Worker) -> list[Any]:
         jobs = [job(llm, LONG) for _ in range(4)]
         for each in jobs:
