@@ -101,8 +101,8 @@ class Rollout:
     def _drafts_at_once(self, seqs: list[Sequence]) -> bool:
         """Whether one call of the model drafts for these: where nothing but the likeliest token of each pass counts."""
         return (
-            self.model.drafts_chains
-            and self._keeps_whole
+            self._keeps_whole
+            and self.model.drafts_chains
             and all(seq.rule == "match" and seq.params.plain and not self._records_guesses(seq) for seq in seqs)
         )
 
