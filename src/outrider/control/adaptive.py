@@ -146,7 +146,7 @@ class Adaptive(Controller):
         """Sequence -> nodes to request of the drafter. A cheap one is asked for `free` nodes in every step, unless it
         has found little lately (`_learn_request`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
-        if self.credit.tokens <= 0 and not self.is_stated:  # else until its verdicts say so
+        if self.credit.tokens <= 0 and (self.traits.weighs_cost or not self.is_stated):  # else plans know its verdicts
             return self._pause("has gained less than it cost and is paused: plain decoding is faster", 0.0)
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
