@@ -12,6 +12,7 @@ step measured, DIR/STEP.log what it printed. Prompts should be ones that nothing
 | qwen, twin | rounds by the host's and the device's clock; never slower; drafters by kind of text; exactness |
 | serve-twin, serve-smollm2 | 64 streams over HTTP |
 | layers, w4, prompts | passes of few rows, weights of four bits, prompts beside cuBLAS |
+| tests | the tests that use a GPU: which of them fail |
 | twin-w4 | speculation and exactness with weights of four bits |
 """
 
@@ -81,6 +82,7 @@ def steps(options: argparse.Namespace) -> list[Step]:
         Step("layers", 90, ["gpu_layers.py", "--variants", "default", "--rows", "1,4,16"]),
         Step("w4", 100, ["w4_gpu.py", "--qwen", qwen, "--sections", "passes"]),
         Step("prompts", 110, ["gpu_prompts.py", "--sections", "own_prompt,products"]),
+        Step("tests", 300, ["gpu_tests.py"]),
         gpu(
             "twin-w4", 240, ["--model", "7b-w4", *twin, "--dtype", "auto"],
             "--sections loop --batches 1,4,16 --tokens 96 --only plain,auto,head --section-seconds 60",
