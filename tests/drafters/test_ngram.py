@@ -44,7 +44,7 @@ def test_it_finds_what_brute_force_finds(tokens: list[int], low: int, more: int,
     assert tree.source == ("ngram" if n else "")
     if n:
         assert tree.survival is not None
-        assert tree.survival[0] == pytest.approx(n * n / (n * n + ngram.DOUBT))
+        assert tree.survival[0] == pytest.approx(n / (n + ngram.DOUBT))
         assert tree.survival == sorted(tree.survival, reverse=True)
 
 

@@ -85,7 +85,7 @@ def naive_chain(tokens: list[int], budget: int, floor: float) -> tuple[list[int]
         if not votes:
             break
         token = max(votes, key=lambda t: votes[t])
-        doubt = suffix.DOUBT * suffix.GAIN**longest / (longest + len(path)) ** 1.5
+        doubt = suffix.DOUBT * suffix.GAIN**longest / (longest + len(path)) ** 1.25
         alive = (survival or [1.0])[-1] * votes[token] / (sum(votes.values()) + doubt)
         if alive < floor:
             break

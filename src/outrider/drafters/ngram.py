@@ -19,7 +19,7 @@ from ..errors import ConfigError
 from ..types import Draft, Sequence, Tree, chain
 from . import Drafter, DraftRequest, Traits, Workspace, register
 
-DOUBT = 4.8  # after m matching tokens the next one matches with probability m² / (m² + DOUBT), as measured
+DOUBT = 1.9  # after m matching tokens the next one matches with probability m / (m + DOUBT), as measured
 CHECKED = 8  # tokens compared to see whether an index still matches its sequence
 MAX_SEQUENCES = 4096  # indexes kept; only a caller that never calls `end` reaches this bound
 
@@ -62,7 +62,7 @@ class NGram(Drafter):
             tokens = index.continuation(tuple(seq.tokens[-n:]), budget)
             if tokens:
                 # Each accepted token makes the match one longer, and so the next one likelier.
-                confidence = (m * m / (m * m + DOUBT) for m in range(n, n + len(tokens)))
+                confidence = (m / (m + DOUBT) for m in range(n, n + len(tokens)))
                 return chain(tokens, list(accumulate(confidence, mul)), source=self.name)
         return chain([])
 

@@ -28,7 +28,7 @@ MAX_MATCHES = 12  # in each text, the latest ones; more were not better
 MAX_LENGTH = 16  # tokens of a match that are compared
 GAIN = 2.0  # a match that is one token longer has twice the weight
 SHARED_WEIGHT = 0.1  # weight of a match in another request's response, relative to one in the request itself
-DOUBT = 2.7  # weight of "another token": DOUBT / m ** 1.5 of a match when the longest match has m tokens, as measured
+DOUBT = 2.7  # weight of "another token": DOUBT / m ** 1.25 of a match when the longest match has m tokens, as measured
 SEPARATOR = -1  # ends a response among others; no token is negative, so no match and no draft crosses it
 MAX_REQUESTS = 4096  # kept at once; only a caller that never calls `end` reaches this bound
 
@@ -250,4 +250,4 @@ def children(group: list[Match], depth: int) -> list[tuple[float, int, list[Matc
 def doubt(group: list[Match], depth: int) -> float:
     """The weight of a token that follows none of these matches, which come longest first."""
     matching = group[0].length + depth
-    return DOUBT * GAIN ** group[0].length / (matching * math.sqrt(matching))
+    return DOUBT * GAIN ** group[0].length / (matching * math.sqrt(math.sqrt(matching)))

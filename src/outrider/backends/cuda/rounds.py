@@ -91,7 +91,7 @@ class Lookup(NamedTuple):
 
     least: int  # n-gram sizes
     most: int
-    doubt: float  # after m matching tokens the next one matches with probability m² / (m² + doubt)
+    doubt: float  # after m matching tokens the next one matches with probability m / (m + doubt)
     source: str  # the drafter's name
 
 
@@ -321,7 +321,7 @@ class Rounds:
         """The survival of a draft that was looked up after a match of this length."""
         assert self.lookup is not None
         doubt = self.lookup.doubt
-        return list(accumulate((m * m / (m * m + doubt) for m in range(match, match + tokens)), mul))
+        return list(accumulate((m / (m + doubt) for m in range(match, match + tokens)), mul))
 
     def _shape(self, turns: Listing[Turn], owners: list[Row], asked: bool) -> RoundShape:
         needed = sum(turn.feed + turn.budget for turn in turns)
