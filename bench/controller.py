@@ -24,7 +24,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,12 @@ def cells() -> Iterator[Cell]:
         head = Nature(
             0.0, **costs, claim=0.5, self_limiting=True, easy=easy, late=True, stated=(0.65, 0.44, 0.31, 0.22)
         )
+        for drafter in (head, AutoWith(head)):
+            for answers in (1, 12):
+                yield Cell("a head on a CPU", "avx2", 1, drafter, answers=answers, tokens=128)
+        wrong = replace(head, easy=None, claim=easy)  # its claims and what is stated of it are lies
         for answers in (1, 12):
-            yield Cell("a head on a CPU", "avx2", 1, AutoWith(head), answers=answers, tokens=128)
+            yield Cell("a lying head", "avx2", 1, AutoWith(wrong), answers=answers, tokens=128)
 
 
 @cache

@@ -515,7 +515,7 @@ def test_prompts_are_read_for_the_steps_that_are_left_and_not_for_the_tokens() -
     steps with drafts: 0.84 × plain decoding on an H200."""
     for tokens, reads in ((13, False), (2000, True)):
         controller, turns = long_reader(tokens)
-        controller.credit.admit(64, known=False)
+        controller.credit.admit(64, stated=False)
         controller.credit.tokens = 4000.0
         budgets = [turn.budget for turn in controller.budget(turns, Traits())]
         assert (sum(map(bool, budgets)) > 4) == reads, (tokens, budgets, controller.why)

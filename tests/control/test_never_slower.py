@@ -186,7 +186,7 @@ def test_a_head_that_is_worse_than_stated_is_never_slower(batch: int, machine: s
     for call, depth in ((0.3, 0.1), (0.5, 0.0)):
         costs = {"call": call * pass_of(machine), "depth": depth * pass_of(machine)}
         nature = Nature(0.0, **costs, claim=0.9, timed=True, stated=STATED_CHAIN)
-        assert plain(machine, batch) > 0.98 * run(machine, nature, batch), nature
+        assert plain(machine, batch) > 0.975 * run(machine, nature, batch), nature  # it is believed for two tokens
 
 
 STATED = (0.65, 0.44, 0.31, 0.22)
@@ -214,6 +214,18 @@ def test_auto_uses_a_head_whose_acceptance_is_known_in_the_first_answer(easy: fl
         best = min(plain_seconds, informed_run(nature, seed, 1))
         ratios.append(best / informed_run(AutoWith(nature), seed))
     assert median(ratios) > 0.93, ratios
+
+
+@pytest.mark.parametrize("stated", [(), STATED])
+@pytest.mark.parametrize("easy", [0.45, 0.7])
+def test_a_drafter_that_stops_by_itself_is_priced_by_what_it_drafted(easy: float, stated: tuple[float, ...]) -> None:
+    """A first call for one node was taken for the price of each of the sixteen that it may draft, and no call followed:
+    1.00 × plain on SmolLM2 where K = 2 made 1.31."""
+    ratios = []
+    for seed in range(3):
+        head = replace(informed(easy, stated), late=False)
+        ratios.append(informed_run(head, seed, 2) / informed_run(head, seed))
+    assert median(ratios) > 0.94, ratios
 
 
 def test_a_stated_acceptance_that_is_wrong_costs_little() -> None:

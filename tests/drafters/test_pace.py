@@ -215,7 +215,7 @@ def controller_with(call: float, token: float) -> Adaptive:
     controller = Adaptive(PassCosts(COSTS))
     for k in (1, 4):
         controller.drafting[""].add(1, k, call + k * token)
-    controller.credit.admit(1, known=False)
+    controller.credit.admit(1, stated=False)
     controller.credit.tokens = 8.0
     return controller
 

@@ -14,7 +14,7 @@ from ..types import ACCEPTED, REJECTED, REQUEST_DRAFTS, Tree
 class Rate:
     """A success rate with exponential forgetting, shrunk towards a prior while there are few trials."""
 
-    WEIGHT = 4.0  # trials that the prior counts as
+    WEIGHT = 4.0  # trials that a prior counts as
 
     def __init__(self) -> None:
         self.hits = self.tries = 0.0
@@ -22,8 +22,8 @@ class Rate:
     def add(self, hit: bool, fade: float, tried: bool = True) -> None:
         self.hits, self.tries = self.hits * fade + hit, self.tries * fade + tried
 
-    def estimate(self, prior: float) -> float:
-        return (self.hits + self.WEIGHT * prior) / (self.tries + self.WEIGHT)
+    def estimate(self, prior: float, weight: float = WEIGHT) -> float:
+        return (self.hits + weight * prior) / (self.tries + weight)
 
 
 class AcceptanceStats:
@@ -38,6 +38,7 @@ class AcceptanceStats:
     def __init__(self, wider: AcceptanceStats | None = None) -> None:
         self.wider = wider
         self.fade = 0.98 if wider else 0.995  # the last fifty trials of a sequence count, and two hundred of all
+        self.weight = 1.5 * Rate.WEIGHT if wider else Rate.WEIGHT  # a sequence's own trials are among those of all
         self.claims: dict[tuple[str, int], Rate] = defaultdict(Rate)  # by (source, class of EDGES)
         self.ranks: list[Rate] = []  # by a node's place in its draft: in a chain, its depth
         self.added = 0  # drafts
@@ -48,7 +49,7 @@ class AcceptanceStats:
         """The survival of a node for which its drafter claims `claim`."""
         prior = self.wider.survival(claim, source) if self.wider else claim
         rate = self.claims.get((source, bisect_right(self.EDGES, claim)))
-        return prior if rate is None else rate.estimate(prior)
+        return prior if rate is None else rate.estimate(prior, self.weight)
 
     def rates(self, nodes: int) -> list[float]:
         """Of each node of a draft: how many survive for each one before it that survives."""
@@ -57,7 +58,7 @@ class AcceptanceStats:
         for rank in range(nodes):  # without others, the prior is the rate of the ranks before, the nearest count most
             prior = priors[rank] if priors else known.estimate(self.FIRST)
             rate = self.ranks[rank] if rank < len(self.ranks) else Rate()
-            rates.append(min(rate.estimate(prior), 1.0))
+            rates.append(min(rate.estimate(prior, self.weight), 1.0))
             known.hits, known.tries = known.hits / 2 + rate.hits, known.tries / 2 + rate.tries
         return rates
 

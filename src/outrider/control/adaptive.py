@@ -52,8 +52,9 @@ class Fixed(Controller):
 
 
 class Credit:
-    """One account: a first credit for each sequence of the largest batch, SHARE of the time of all passes, prompts
-    included, and what drafts gained. Time is counted in tokens that plain decoding makes in it.
+    """One account: a first credit for each sequence of the largest batch, and once for a statement of acceptance; SHARE
+    of the time of all passes, prompts included; and what drafts gained. Time is counted in tokens that plain decoding
+    makes in it.
 
     Who is always wrong lives on SHARE: once verdicts have shown that, n tokens take no longer than the first credit +
     SHARE · n tokens more than plain decoding, whatever the drafter claims. Reading a prompt is risked where it is
@@ -61,19 +62,18 @@ class Credit:
     """
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
-    KNOWN = 1.0  # instead, with a drafter whose acceptance is known before its first call
+    KNOWN = 2.0  # once, besides: with a drafter whose acceptance is stated, three unlucky drafts prove little
     SHARE = 0.01  # half of the two percent that "never slower" allows; the rest is for what no clock of ours sees
     SAVED = 6.0  # tokens for each sequence that are kept at most, so that a run of wrong drafts ends no success
     DEBT = 0.5  # tokens for each sequence: a call that took longer than all that is a mishap, not a habit
 
     def __init__(self) -> None:
-        self.tokens, self.first, self.sequences, self.largest = 0.0, self.FIRST, 0, 0
+        self.tokens, self.sequences, self.largest = 0.0, 0, 0
 
-    def admit(self, sequences: int, known: bool) -> None:
-        """So many run now; known: see KNOWN."""
-        self.first, self.sequences = self.KNOWN if known else self.FIRST, sequences
-        self.tokens += self.first * max(sequences - self.largest, 0)
-        self.largest = max(sequences, self.largest)
+    def admit(self, sequences: int, stated: bool) -> None:
+        """So many run now, with a drafter whose acceptance may be stated."""
+        self.tokens += self.FIRST * max(sequences - self.largest, 0) + self.KNOWN * (stated and not self.largest)
+        self.sequences, self.largest = sequences, max(sequences, self.largest)
 
     def add(self, gain: float, least: float = -DEBT, most: float = math.inf) -> None:
         """Tokens that were gained or lost. A loss leaves each sequence `least`, gains are saved up to `most` each."""
@@ -117,7 +117,8 @@ class Adaptive(Controller):
         self.lead = 1.0  # recent speed relative to plain decoding, at least 1
         self.pause = self.pause_batch = 0  # steps without a look at the drafter, for a batch of this size
         self.plain_steps = list[tuple[int, float]]()  # sequences and seconds of those to learn from
-        self.is_cheap = self.is_stated = False  # whether the drafter is asked whatever is expected of it, see KNOWN
+        self.is_cheap = False  # whether the drafter is asked whatever is expected of it
+        self.longest = 0  # nodes of the longest tree that was offered
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -131,9 +132,8 @@ class Adaptive(Controller):
         if (paused and not own) or not turns:
             return turns
         self._learn_plain()
-        self.turns, self.traits, self.stop_below, self.is_cheap = turns, traits, 0.0, False
-        self.is_stated = traits.forecast is not None and bool(traits.forecast.survival)
-        self.credit.admit(len(turns), self.is_stated)
+        self.turns, self.traits, self.stop_below, self.is_cheap, self.longest = turns, traits, 0.0, False, 0
+        self.credit.admit(len(turns), traits.forecast is not None and bool(traits.forecast.survival))
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
         free = max(2, min(self.k_max, self.FREE_NODES // len(turns)))
         rooms = {} if paused else self._rooms(free)
@@ -146,7 +146,7 @@ class Adaptive(Controller):
         """Sequence -> nodes to request of the drafter. A cheap one is asked for `free` nodes in every step, unless it
         has found little lately (`_learn_request`)."""
         self.why = f"{self.name} has nothing to propose: plain decoding"
-        if self.credit.tokens <= 0 and (self.traits.weighs_cost or not self.is_stated):  # else plans know its verdicts
+        if self.credit.tokens <= 0:
             return self._pause("has gained less than it cost and is paused: plain decoding is faster", 0.0)
         batch, calls = len(self.turns), self.drafting[self.traits.mode]
         known = self.traits.forecast is not None  # such a drafter needs the pass over the prompt before it can draft
@@ -167,11 +167,11 @@ class Adaptive(Controller):
     def _is_known(self, calls: DraftCosts) -> bool:
         """Whether there is enough to plan with, be it from before the first call, which may be slower than others."""
         forecast = self.traits.forecast or Forecast()
-        for call in forecast.calls if not calls.lines else ():
+        for call in forecast.timed if not calls.lines else ():
             calls.add(*call, foreseen=True)
         if not self.overall.ranks:
             self.overall.foresee(forecast.survival, self.FORESEEN)
-        return calls.count > 0 or bool(forecast.calls and forecast.survival)
+        return calls.count > 0 or bool(forecast.timed and forecast.survival)
 
     def _costly_rooms(self, seqs: list[Sequence], line: Line) -> dict[int, int]:
         """The same where drafting costs time: by the acceptance at each depth."""
@@ -195,7 +195,7 @@ class Adaptive(Controller):
     def _plans(self, seqs: list[Sequence], line: Line) -> list[Plan]:
         """For 1, 2, 4, … of the most promising sequences, and for all: as many nodes as gain most or lose least, of
         the numbers with which something would be gained if all nodes were right."""
-        seconds = [line(self.k_max if self.traits.self_limiting else k) for k in range(1, self.k_max + 1)]
+        seconds = [line(k) for k in range(1, self.k_max + 1)]
         each = {seq.id: self._outlook(seq) for seq in seqs}
         ranked = sorted(each, key=lambda seq_id: each[seq_id][1][-1] - each[seq_id][0][-1])
         plans, tokens, reading = list[Plan](), [0.0] * self.k_max, [0.0] * self.k_max
@@ -234,6 +234,7 @@ class Adaptive(Controller):
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
         trees = [(i, tree) for i, tree in enumerate(draft.trees) if tree.tokens]
+        self.longest = max((len(tree.tokens) for _, tree in trees), default=0)
         nodes = sorted((-s, i) for i, tree in trees for s in self._survival(turns[i].seq, tree))
         limit = self.prices.limit if self.is_cheap else math.inf
         best = self.prices.best((-minus for minus, _ in nodes), limit)
@@ -293,10 +294,11 @@ class Adaptive(Controller):
         plain, seconds = self.costs(batch, batch), read + drafting
         if new and seconds > self.CHEAP * plain:
             self.reading.add(sum(map(_prompt_length, new.values())), read or drafting)
-            self.credit.add(-batch / plain * seconds, least=self.credit.first / 2)
+            self.credit.add(-batch / plain * seconds, least=self.credit.FIRST / 2)
             return 0.0
         # The mode is that of a later step, at worst: a sample under the wrong one.
-        self.drafting[self.traits.mode].add(batch, max(turn.budget for turn in asked), seconds)
+        nodes = max(self.longest, 1) if self.traits.self_limiting else max(turn.budget for turn in asked)
+        self.drafting[self.traits.mode].add(batch, nodes, seconds)
         return seconds
 
     def _learn_gain(self, step: Step, drafting: float) -> None:
@@ -324,12 +326,12 @@ class Adaptive(Controller):
                 self.by_sequence[turn.seq.id].add_unverified(*missed)
                 if not (step.in_round and turn.budget):  # it took no rows: up to the first credit, as if it had
                     price = batch * (self.costs(batch + 1, batch) / self.costs(batch, batch) - 1)  # of one row
-                    self.credit.add((missed[0].tokens[0] == missed[1]) - price, 0.0, self.credit.first)
+                    self.credit.add((missed[0].tokens[0] == missed[1]) - price, 0.0, self.credit.FIRST)
 
     def _learn_request(self, step: Step, batch: int) -> None:
         """Below half of the first credit, a cheap drafter is asked as often as its calls take half of the share."""
-        low, calls = self.credit.first * batch / 2, self.drafting[self.traits.mode]
-        if self.credit.tokens < low and self.is_cheap and calls.count:
+        low, calls = self.credit.FIRST * batch / 2, self.drafting[self.traits.mode]
+        if self.is_cheap and self.credit.tokens < low and calls.count:
             every = 2 * calls.line(batch)(self.k_max) / self.costs(batch, batch) / self.credit.SHARE  # steps
             self._pause("has found little lately and is asked now and then", low, every - 1)
 

@@ -113,8 +113,7 @@ class CostStatistics:
         if forecast.survival:
             self.claims, self.drafts = list(forecast.survival), FORESEEN
             self.outcomes.foresee(forecast.survival, FORESEEN)
-        ordinary = () if forecast.call is None else ((1, 1, forecast.call), (1, FORESEEN, forecast.call))
-        for call in forecast.calls or ordinary:
+        for call in forecast.timed:
             self.calls.add(*call, foreseen=True)
         if forecast.read is not None:
             self.read_seconds.add(forecast.read)

@@ -69,6 +69,7 @@ class Memory(NamedTuple):
 
 
 Call = tuple[int, int, float]  # sequences, nodes for each of them, seconds
+ORDINARY = 8  # nodes of a call, at most, of which no other number is known
 
 
 class Forecast(NamedTuple):
@@ -78,6 +79,11 @@ class Forecast(NamedTuple):
     call: float | None = None  # seconds of an ordinary call
     read: float | None = None  # seconds for each token of a prompt that it must read first
     calls: Collection[Call] = ()  # that were timed before the first request
+
+    @property
+    def timed(self) -> Collection[Call]:
+        """Calls to begin with; an ordinary one is long enough for several nodes."""
+        return self.calls or (() if self.call is None else ((1, 1, self.call), (1, ORDINARY, self.call)))
 
 
 class Learning(Protocol):

@@ -46,7 +46,7 @@ def test_k_is_found_where_a_head_drafts(right: float, ks: tuple[int, ...], least
     best = max(measured("head", [right] * MANY, k).speed() for k in ks)
     auto = measured("head", [right] * MANY)
     assert auto.speed() > least * best
-    assert auto.speed(slice(0, 2)) > (least - 0.1) * best  # from the first answers on
+    assert auto.speed(slice(0, 2)) > (least - 0.12) * best  # from the first answers on
     assert auto.recordings <= PROMPTS + 6  # two ways to read, three lengths, and to verify the longest
 
 
