@@ -96,7 +96,7 @@ def _too_many(name: str, slots: int, slot_bytes: int, room: int) -> str:
 
 _VLLM_METHODS = {"draft_model": "model", "ngram": "ngram", "suffix": "suffix", "ngram_gpu": "ngram"}
 _VLLM_METHODS |= dict.fromkeys(("eagle", "eagle3", "dflash", "dspark", "medusa", "mlp_speculator"), "head")
-# A layer of the target's own checkpoint, whatever `model` says.
+# A layer of the target's own checkpoint, unless `model` is a head.
 _VLLM_MTP = ("mtp", "mimo_mtp", "glm4_moe_mtp", "deepseek_mtp", "qwen3_next_mtp")
 _VLLM_METHODS |= dict.fromkeys(_VLLM_MTP, "head")
 _VLLM_RULES = {"standard": "reject", "block": "block"}
@@ -137,7 +137,7 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"The speculative method '{method}' is not supported; use: {', '.join(_VLLM_METHODS)}.")
     drafter = _VLLM_METHODS[method]
     arguments: dict[str, Any] = {"drafter": drafter}
-    if method in _VLLM_MTP:
+    if method in _VLLM_MTP and _vllm_method(model) != "eagle3":
         arguments["head"] = "mtp"
     elif model is not None:
         name = f"{model}@{revision}" if revision and not Path(model).exists() else model

@@ -1,7 +1,7 @@
 """Published drafters, written down once more: numpy in float64, one row after the other, nothing of ours imported.
 
 `Llama` reads a target's folder and gives its states at every boundary; the drafts below follow the definitions of
-EAGLE-3, P-EAGLE, EAGLE-1, Medusa and MLP speculators.
+EAGLE-3, P-EAGLE, EAGLE-1, MTP, Medusa and MLP speculators.
 """
 
 from __future__ import annotations
@@ -182,6 +182,44 @@ class Eagle1(Eagle3):
 
     def fused(self, states: list[Array]) -> Array:
         return self.target.final(states[0])
+
+
+class NormedEagle1(Eagle3):
+    """EAGLE-1 with norms of the token, before attention and before the output. `flags`: normed (the target's state is
+    read after its last norm), norm_output (drafts continue from the output after its norm)."""
+
+    # The norms of the token and of the state, the product, the layer, the last norm.
+    names: tuple[str, str | None, str, str, str] = (
+        "embedding_layernorm", None, "fusion_fc", "transformer", "pre_lm_head_layernorm",
+    )  # fmt: skip
+
+    def norm(self, name: str, x: Array) -> Array:
+        return rms(x, self.w[f"{name}.weight"], self.sizes["rms_norm_eps"])
+
+    def row(self, attentions: list[Attention], token: int, feature: Array, position: int) -> tuple[int, Array]:
+        token_norm, state_norm, product, at, last = self.names
+        state = feature if state_norm is None else self.norm(state_norm, feature)
+        joined = np.concatenate([self.norm(token_norm, self.embedding[token]), state])
+        x = self.w[f"{product}.weight"] @ joined + self.w.get(f"{product}.bias", 0.0)
+        x = x + attentions[0](self.norm(f"{at}.input_layernorm", x), position)
+        x = x + mlp(self.w, at, self.norm(f"{at}.post_attention_layernorm", x))
+        normed = self.norm(last, x)
+        return int(np.argmax(self.output @ normed)), normed if self.flags["norm_output"] else x
+
+    def attentions(self) -> list[Attention]:
+        return [Attention(self.w, self.names[3], self.sizes)]
+
+    def fused(self, states: list[Array]) -> Array:
+        return self.target.final(states[0]) if self.flags["normed"] else states[0]
+
+
+class Mtp(NormedEagle1):
+    """speculators' MTP: the state has a norm too, and drafts continue from the output after its norm."""
+
+    names = (
+        "mtp_layers.0.token_layernorm", "mtp_layers.0.hidden_layernorm", "mtp_layers.0.input_proj", "mtp_layers.0",
+        "mtp_layers.0.final_layernorm",
+    )  # fmt: skip
 
 
 class DFlash:

@@ -1,10 +1,10 @@
 """Drafters that others have published: what a folder holds, as a configuration and tensors under our names.
 
-It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format (eagle3, peagle and dflash), DFlash,
-DSpark and Domino, EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns complete and consistent
-tensors or raises a sentence that names what is wrong; pickled weights are read without running what is in them. Files
-of the same kind follow different conventions without saying which: then there are several readings, the likeliest
-first, and `drafters.head` tries them. It knows names, shapes and conventions, not what a head computes.
+It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format (eagle3, peagle, dflash, mtp, …),
+DFlash, DSpark and Domino, EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns complete and
+consistent tensors or raises a sentence that names what is wrong; pickled weights are read without running what is in
+them. Files of the same kind follow different conventions without saying which: then there are several readings, the
+likeliest first, and `drafters.head` tries them. It knows names, shapes and conventions, not what a head computes.
 """
 
 from __future__ import annotations
@@ -56,11 +56,17 @@ _BLOCKS = {
     "DSparkDraftModel": "a DSpark drafter", "Qwen3DSparkModel": "a DSpark drafter",
     "dspark": "a DSpark drafter in the speculators format", "DominoDraftModel": "a Domino drafter",
 }  # fmt: skip
-_REFUSED = {"mtp": "MTP", "DFlash2DraftModel": "DFlash2", "DFlashLinearDraftModel": "DFlash linear"}
+_REFUSED = {"DFlash2DraftModel": "DFlash2", "DFlashLinearDraftModel": "DFlash linear"}
 _PARALLEL = "PEagleDraftModel"  # SpecForge's P-EAGLE
 _LONGEST_BLOCK = 64  # as many as there are scratch slots for one sequence on a GPU
 _PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "*.bin", "*.pt")
 _IGNORED = re.compile(r"(verifier_.*|.*rotary_emb\..*|t2d)")  # copies of the target's weights, and what can be derived
+_LAYER_NAMES = (  # of speculators' EAGLE-1 and MTP
+    ("fusion_fc.", "fc."), ("transformer.", SPECULATORS_FIRST), ("pre_lm_head_layernorm.", "norm."),
+    ("mtp_layers.0.input_proj.", "fc."), ("mtp_layers.0.token_layernorm.", "embedding_layernorm."),
+    ("mtp_layers.0.hidden_layernorm.", "hidden_layernorm."), ("mtp_layers.0.final_layernorm.", "norm."),
+    ("mtp_layers.0.", SPECULATORS_FIRST),
+)  # fmt: skip
 _OLD_FC_NORMS = {"aux_norm_low": 0, "aux_norm_mid": 1, "aux_norm_high": 2}
 _MEDUSA_NAMES = (
     (re.compile(r"(\d+)\.(\d+)\.linear\.(weight|bias)"), "blocks.{}.{}.{}"),
@@ -96,6 +102,14 @@ class Reading:
 
 
 Choice = tuple[dict[str, Any], str]  # changes of a configuration, and what they assume
+_STATES: list[Choice] = [
+    ({"normed": normed}, f"the target's states are read {where} its last norm")
+    for normed, where in ((True, "after"), (False, "before"))
+]
+_OUTPUTS: list[Choice] = [
+    ({"norm_output": normed}, f"drafts continue from the output {where} its norm")
+    for normed, where in ((True, "after"), (False, "before"))
+]
 
 
 @dataclass(frozen=True)
@@ -265,7 +279,7 @@ def _complete(reading: HeadConfig, tensors: dict[str, Tensor], where: str) -> di
         ids = target_ids(named["d2t"])
         known[ids[(ids >= 0) & (ids < reading.vocab_size)]] = True
     named["t2d"] = known
-    if reading.kind == EAGLE1:
+    if reading.normed:
         named["feature_norm.weight"] = torch.ones(reading.target_hidden_size)  # the target's, which the caller knows
     check_head(reading, named, where)
     needed = shapes(reading)
@@ -297,7 +311,7 @@ def _flat(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConf
     if base.rope_theta != 10_000.0:  # trainers have ignored what they wrote
         choices[1].append(({"rope_theta": 10_000.0}, f"rope's base is 10000 instead of {base.rope_theta:g}"))
     if base.norm_output and not base.fc_norm:  # one trainer writes it always, and norms for the logits only
-        choices[2].append(({"norm_output": False}, "drafts continue from the output before its norm"))
+        choices[2].append(_OUTPUTS[1])
     tensors = _complete(base, named, where)
     return PublishedHead(f"{kind} in {layout}", _readings(base, choices, where), tensors)
 
@@ -307,8 +321,8 @@ def _readings(base: HeadConfig, choices: list[list[Choice]], where: str) -> tupl
     readings = []
     for some in itertools.product(*choices):
         changes = {name: value for fields, _ in some for name, value in fields.items()}
-        if len(changes["taps"]) != len(base.taps):
-            named = f"{len(changes['taps'])} layers of its target"
+        if len(taps := changes.get("taps", base.taps)) != len(base.taps):
+            named = f"{len(taps)} layers of its target"
             raise ModelError(f"{where} names {named}, but its fc.weight reads {len(base.taps)} of them.")
         readings.append(Reading(replace(base, **changes), "; ".join(note for _, note in some if note)))
     return tuple(readings)
@@ -336,10 +350,10 @@ def _default_taps(layers: int, where: str) -> tuple[int, ...]:
 def _speculators(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
     """The speculators format: the layer's sizes are in `transformer_layer_config`, layer ids are boundaries."""
     algorithm = str(data["speculators_model_type"])
-    if algorithm == "eagle":
-        return _eagle1_in_speculators(data, tensors, target, where)
+    if algorithm in ("eagle", "mtp"):
+        return _layer_in_speculators(data, tensors, target, where)
     if algorithm not in ("eagle3", "peagle"):
-        known = "eagle, eagle3, peagle, dflash and dspark"
+        known = "eagle, eagle3, peagle, mtp, dflash and dspark"
         raise ModelError(f"{where} is a '{algorithm}' drafter in the speculators format; {known} are read.")
     named = _eagle_names(tensors, where)
     base = _eagle3(dict(data["transformer_layer_config"]) | _top_level(data), named)
@@ -365,18 +379,25 @@ def _verifier(data: Mapping[str, Any]) -> str:
     return str(verifier.get("name_or_path") or "")
 
 
-def _eagle1_in_speculators(
+def _layer_in_speculators(
     data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str
 ) -> PublishedHead:
-    """EAGLE-1, 2 and HASS under names of their own; the variant with norms around the layer is refused by a tensor."""
-    names = (("fusion_fc.", "fc."), ("transformer.", SPECULATORS_FIRST))
-    renamed = dict(tensors)
-    for theirs, ours in names:
-        renamed = {ours + n.removeprefix(theirs) if n.startswith(theirs) else n: t for n, t in renamed.items()}
-    flat = dict(data["transformer_layer_config"]) | {"num_hidden_layers": 1}
-    read = _eagle1(flat, renamed, target, where)
-    config = replace(read.readings[0].config, target_name=_verifier(data))
-    return replace(read, format=f"{read.format} in the speculators format", readings=(Reading(config),))
+    """EAGLE-1, 2 and HASS under names of their own, with norms around the layer or without; MTP has these and one of
+    the target's state, of which trainers read the one before the target's last norm, engines the one after it."""
+    flat, mtp = dict(data["transformer_layer_config"]), data["speculators_model_type"] == "mtp"
+    if mtp and (kind := flat.get("model_type")) != "qwen3":
+        raise ModelError(f"{where} is an MTP drafter with a layer of the kind '{kind}', of which only qwen3 is read.")
+    for theirs, ours in _LAYER_NAMES:
+        tensors = {ours + n.removeprefix(theirs) if n.startswith(theirs) else n: t for n, t in tensors.items()}
+    named = _eagle_names(tensors, where) if mtp else _without_output(tensors, where)
+    norms = mtp or bool(data.get("layernorms"))
+    base = replace(
+        _one_layer(flat | {"num_hidden_layers": 1}, named, target), layernorms=norms, norm_output=norms,
+        state_norm=mtp, qk_norm=mtp, own_output="lm_head.weight" in named, target_name=_verifier(data),
+    )  # fmt: skip
+    choices = [_STATES, *([] if mtp else [_OUTPUTS])] if norms else []
+    name = f"an {'MTP' if mtp else 'EAGLE-1'} head in the speculators format"
+    return PublishedHead(name, _readings(base, choices, where), _complete(base, named, where))
 
 
 def _top_level(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -540,15 +561,23 @@ def _block_taps(
 
 def _eagle1(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
     """EAGLE-1 and 2, HASS: the target's last state after its norm, and the target's output matrix."""
-    named = {name: t for name, t in _eagle_names(tensors, where).items() if name not in ("lm_head.weight", "d2t")}
+    named = _without_output(tensors, where)
+    config = _one_layer(data, named, target)
+    return PublishedHead("an EAGLE-1 head", (Reading(config),), _complete(config, named, where))
+
+
+def _without_output(tensors: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    return {name: t for name, t in _eagle_names(tensors, where).items() if name not in ("lm_head.weight", "d2t")}
+
+
+def _one_layer(data: Mapping[str, Any], named: dict[str, Tensor], target: ModelConfig) -> HeadConfig:
     h, heads, vocabulary = int(data["hidden_size"]), int(data["num_attention_heads"]), int(data["vocab_size"])
-    config = HeadConfig(
+    return HeadConfig(
         kind=EAGLE1, hidden_size=h, draft_vocab_size=vocabulary, taps=(target.layers - 1,),
         **_layer_sizes(data, heads, h), layers=int(data["num_hidden_layers"]),
         own_embedding="embed_tokens.weight" in named, own_output=False, fc_bias="fc.bias" in named,
-        qkv_bias=f"{FIRST}self_attn.q_proj.bias" in named, target_norm_eps=target.norm_eps,
+        qkv_bias=f"{FIRST}self_attn.q_proj.bias" in named, normed=True, target_norm_eps=target.norm_eps,
     )  # fmt: skip
-    return PublishedHead("an EAGLE-1 head", (Reading(config),), _complete(config, named, where))
 
 
 def _medusa(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:

@@ -30,7 +30,7 @@ from .weights import save_tensors
 
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
 EAGLE3 = "eagle3"  # continues from its own outputs, token by token
-EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have published, never written
+EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2, HASS and MTP in folders: read from what others have published, never written
 MTP = "mtp"  # a layer of the target's own checkpoint
 DFLASH = "dflash"  # DFlash, DSpark and Domino: read, never written
 FORMAT = 1
@@ -86,7 +86,10 @@ class HeadConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     logit_scale: float = 1.0
-    target_norm_eps: float = 1e-5  # eagle1 reads the target's states after the target's last norm
+    normed: bool = False  # the target's last state is read after its last norm
+    target_norm_eps: float = 1e-5  # of that norm
+    layernorms: bool = False  # eagle1: of the token, of what attention reads and of the output
+    state_norm: bool = False  # eagle1: of the target's state, or of the output that it continues from
     mask_token: int = 0  # dflash: whose embedding a mask has, unless the file has one
     own_mask: bool = False
     causal: bool = False  # dflash: a row of a block sees those before it only, in every layer
@@ -149,7 +152,7 @@ def shapes(c: HeadConfig) -> Shapes:
         named["embed_tokens.weight"] = (c.vocab_size, h)
     for i in range(c.layers):
         layer = _layer(c, 2 * h if i == 0 and c.kind not in (EAGLE1, DFLASH) else h)
-        if i == 0 and c.kind == EAGLE1:
+        if i == 0 and c.kind == EAGLE1 and not c.layernorms:
             del layer["input_layernorm.weight"]
         named |= {f"{layer_name(i)}.{name}": shape for name, shape in layer.items()}
     named |= _output_shapes(c)
@@ -175,10 +178,15 @@ def shapes(c: HeadConfig) -> Shapes:
 def _input_shapes(c: HeadConfig) -> Shapes:
     """What makes the first layer's input from the target's states and a token."""
     h, wide = c.hidden_size, c.target_hidden_size
-    if c.kind == EAGLE1:
-        named: Shapes = {"fc.weight": (h, 2 * h), "feature_norm.weight": (wide,)}
-    else:
-        named = {"fc.weight": (h, len(c.taps) * wide), "midlayer.hidden_norm.weight": (h,)}
+    named: Shapes = {"fc.weight": (h, 2 * h if c.kind == EAGLE1 else len(c.taps) * wide)}
+    if c.kind != EAGLE1:
+        named["midlayer.hidden_norm.weight"] = (h,)
+    if c.normed:
+        named["feature_norm.weight"] = (wide,)
+    if c.layernorms:
+        named["embedding_layernorm.weight"] = (h,)
+    if c.state_norm:
+        named["hidden_layernorm.weight"] = (h,)
     if c.fc_bias:
         named["fc.bias"] = (h,)
     if c.fc_norm:
@@ -201,7 +209,7 @@ def _exit_shapes(c: HeadConfig) -> Shapes:
 
 def _output_shapes(c: HeadConfig) -> Shapes:
     draft, h = c.draft_vocab_size, c.hidden_size
-    named: Shapes = {} if c.kind == EAGLE1 else {"norm.weight": (h,)}
+    named: Shapes = {} if c.kind == EAGLE1 and not c.layernorms else {"norm.weight": (h,)}
     if c.own_output:
         named["lm_head.weight"] = (draft, h)
     return named | {"d2t": (draft,), "t2d": (c.vocab_size,)}

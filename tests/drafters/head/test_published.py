@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from gguf import GGMLQuantizationType as Kind
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.modeling_layers import MtpLayer
 from typer.testing import CliRunner
 
 from outrider import LLM
@@ -22,9 +24,10 @@ from outrider.backends import ops
 from outrider.cli.app import app
 from outrider.config import from_speculative_config
 from outrider.drafters import Workspace
+from outrider.drafters.head import drafter as head_drafter
 from outrider.drafters.head.dflash import DFlashHead
 from outrider.drafters.head.drafter import open_head
-from outrider.drafters.head.readings import BLOCK_EVERY, TOKENS, Trial
+from outrider.drafters.head.readings import BLOCK_EVERY, TOKENS, Trial, Tried
 from outrider.engine.cache import Cache
 from outrider.engine.trace import read
 from outrider.errors import ConfigError, ModelError, OutriderError
@@ -39,7 +42,7 @@ from support import tiny
 from support.gguf_heads import write_gguf_head
 from support.head_scores import block_scores, scored
 from support.lies import lies
-from support.reference_heads import DFlash, Eagle1, Eagle3, Llama, Medusa, MlpSpeculator
+from support.reference_heads import DFlash, Eagle1, Eagle3, Llama, Medusa, MlpSpeculator, Mtp, NormedEagle1
 
 LAYERS, V, H, D, K = 8, 300, 32, 40, 6
 SEED = torch.Generator()
@@ -50,7 +53,12 @@ Tensors = dict[str, Tensor]
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.save(tmp_path_factory.mktemp("published") / "target", layers=LAYERS)
+    """Its last norm matters: states before and after it differ by more than a factor."""
+    folder = tiny.save(tmp_path_factory.mktemp("published") / "target", layers=LAYERS)
+    tensors = load_file(folder / WEIGHTS)
+    tensors["model.norm.weight"] *= torch.linspace(2, 0.5, H)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -256,6 +264,28 @@ def eagle1_speculators(llama: Llama, to: Path) -> Any:
     return reference
 
 
+def eagle1_layernorms(llama: Llama, to: Path) -> Any:
+    """With a norm of the token, one before attention and one before the output."""
+    c = sizes()
+    shapes = {"fusion_fc.weight": (H, 2 * H), "fusion_fc.bias": (H,)} | layer(c, "transformer", H)
+    tensors = drawn(shapes | {f"{name}_layernorm.weight": (H,) for name in ("embedding", "pre_lm_head")})
+    saved(to, speculators_format(c, tensors, [], "eagle", layernorms=True, fusion_bias=True), tensors)
+    return NormedEagle1(llama, numbers(tensors), c, [8])
+
+
+def mtp(llama: Llama, to: Path, whole: bool = False) -> Any:
+    """A layer of Qwen3's kind, whose configuration is the target's; whole: with an embedding and an output matrix."""
+    c, at = sizes(model_type="qwen3", num_hidden_layers=LAYERS), "mtp_layers.0"
+    shapes = {f"{at}.input_proj.weight": (H, 2 * H)} | layer(c, at, H)
+    shapes |= {f"{at}.{name}_layernorm.weight": (H,) for name in ("token", "hidden", "final")}
+    shapes |= {f"{at}.self_attn.{name}_norm.weight": (6,) for name in "qk"}
+    shapes |= {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)} if whole else {}
+    tensors = drawn(shapes)
+    own = {"architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
+    saved(to, speculators_format(c, tensors, [], "mtp") | own, tensors)
+    return Mtp(llama, numbers(tensors), c, [8])
+
+
 def medusa(llama: Llama, to: Path, vllm: bool = False) -> Any:
     """The configuration names two heads, the file has six."""
     draft = D if vllm else V
@@ -400,12 +430,22 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "specforge": specforge, "original": original, "angelslim": angelslim, "nvidia": nvidia, "eagle3.1": eagle31,
     "speculators": speculators, "speculators_deep": speculators_deep, "peagle": peagle, "peagle_flat": peagle_flat,
     "eagle1": eagle1, "eagle1_without_bias": lambda llama, to: eagle1(llama, to, bias=False),
-    "eagle1_speculators": eagle1_speculators,
+    "eagle1_speculators": eagle1_speculators, "eagle1_layernorms": eagle1_layernorms,
+    "mtp": mtp, "mtp_whole": lambda llama, to: mtp(llama, to, whole=True),
     "gguf": lambda llama, to: in_gguf(Kind.F32, llama, to), "gguf_dflash": dflash_in_gguf,
     "gguf_dspark": lambda llama, to: dflash_in_gguf(llama, to, markov=5),
     "medusa": medusa, "medusa_vllm": lambda llama, to: medusa(llama, to, vllm=True),
     "mlp": mlp, "mlp_tied": lambda llama, to: mlp(llama, to, tied=True),
 }  # fmt: skip
+
+
+_STATES = [{"normed": normed} for normed in (True, False)]
+READINGS: dict[str, list[dict[str, bool]]] = {  # what a file does not say; of other formats above there is one reading
+    "eagle1_layernorms": [state | {"norm_output": out} for state in _STATES for out in (True, False)],
+    "mtp": [state | {"norm_output": True} for state in _STATES],
+}
+READINGS["mtp_whole"] = READINGS["mtp"]
+CASES = [(name, reading) for name in FORMATS for reading in range(len(READINGS.get(name, [{}])))]
 
 
 # ------------------------------------------------------------ each format
@@ -418,10 +458,21 @@ def head_at(folder: Path) -> str:
 
 
 @pytest.mark.one_in(5)
-@pytest.mark.parametrize("name", FORMATS)
-def test_a_format_drafts_what_its_definition_says(name: str, llama: Llama, target: Path, tmp_path: Path) -> None:
-    """Every step's chain of six, through the command line."""
+@pytest.mark.parametrize(("name", "reading"), CASES)
+def test_a_format_drafts_what_its_definition_says(
+    name: str, reading: int, llama: Llama, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step's chain of six, through the command line; under each reading of what a file does not say."""
     reference, trace = FORMATS[name](llama, tmp_path / "head"), tmp_path / "run.jsonl"
+    flags = READINGS.get(name, [{}])
+
+    def choose(head: Any, readings: tuple[Any, ...], *_: Any) -> tuple[Any, Tried]:
+        assert len(readings) == len(flags)
+        return head.read_as(readings[reading].config) if len(flags) > 1 else head, Tried(reading)
+
+    monkeypatch.setattr(head_drafter, "choose_reading", choose)
+    if flags[reading]:
+        reference.flags |= flags[reading]
     arguments = ["generate", "the quick brown fox", "-m", str(target), "--dtype", "float32", "--raw", "--k", str(K)]
     arguments += ["--drafter", "head", "--set", f"head={head_at(tmp_path / 'head')}", "--set", "stop_below=0"]
     done = CliRunner().invoke(app, [*arguments, "-n", "12", "--trace", str(trace), "--json"])
@@ -469,7 +520,10 @@ def test_no_format_changes_the_text(
     assert not llm.engine.failures
 
 
-NATIVE = ("specforge", "nvidia", "eagle3.1", "speculators", "speculators_deep", "peagle", "eagle1")
+NATIVE = (
+    "specforge", "nvidia", "eagle3.1", "speculators", "speculators_deep", "peagle", "eagle1", "eagle1_layernorms",
+    "mtp",
+)  # fmt: skip
 
 
 @pytest.mark.one_in(5)
@@ -577,6 +631,64 @@ def test_the_reference_of_prefixes_is_torchs_and_would_notice(llama: Llama, tmp_
         right, name = FORMATS[kind](llama, tmp_path / kind), f"markov_head.{part}.weight"
         other = DFlash(llama, right.w | {name: -right.w[name]}, right.sizes, [1, 4, 8], **right.flags)
         assert other.draft(text, K) != right.draft(text, K)
+
+
+def test_the_reference_of_mtp_is_transformers_own(llama: Llama, tmp_path: Path) -> None:
+    """transformers' class of such layers, around its Qwen3 layer."""
+    reference, tokens = mtp(llama, tmp_path / "head"), [(13 * i + 5) % V for i in range(6)]
+    config: Any = transformers.Qwen3Config(**reference.sizes | {"num_hidden_layers": 1}, attn_implementation="eager")
+    model = transformers.AutoModel.from_config(config)
+    theirs = MtpLayer(config, type(model.layers[0]), type(model.norm), 0).double().eval()
+    names = dict(zip(reference.names, ("enorm", "hnorm", "eh_proj", "mtp_block", "post_norm"), strict=True))
+    stored = {}
+    for name, tensor in reference.w.items():
+        ours = max((known for known in names if name.startswith(known)), key=len)
+        stored[names[ours] + name.removeprefix(ours)] = torch.tensor(tensor)
+    theirs.load_state_dict(stored)
+    rows, attentions = [row[-1] for row in llama.states(tokens[:-1])], reference.attentions()
+    reference.flags["norm_output"] = True
+    expected = [reference.row(attentions, tokens[p + 1], state, p)[1] for p, state in enumerate(rows)]
+    given = [torch.tensor(np.stack(each))[None] for each in ([reference.embedding[t] for t in tokens[1:]], rows)]
+    positions, mask = (
+        torch.arange(len(rows))[None],
+        torch.full((len(rows),) * 2, -torch.inf).triu(1)[None, None].double(),
+    )
+    with torch.inference_mode():
+        rope = model.rotary_emb(given[0], positions)
+        got = theirs(*given, rope, mask, position_ids=positions, past_key_values=None)[0]
+    np.testing.assert_allclose(got.numpy(), np.stack(expected), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", READINGS)
+def test_the_reference_of_layers_would_notice(name: str, llama: Llama, tmp_path: Path) -> None:
+    """Each other reading, and the other order of token and state, draft something else."""
+    texts = [[(seed * i * i + 31 * i) % V for i in range(1, 7)] for seed in (3, 5, 11)]
+    reference, drafts = FORMATS[name](llama, tmp_path / "head"), []
+    for flags in READINGS[name]:
+        reference.flags |= flags
+        drafts.append([reference.draft(text, 4) for text in texts])
+    product = f"{reference.names[2]}.weight"
+    reference.w[product] = np.roll(reference.w[product], H, 1)
+    drafts.append([reference.draft(text, 4) for text in texts])
+    assert all(one != other for i, one in enumerate(drafts) for other in drafts[:i])
+
+
+@pytest.mark.parametrize("name", READINGS)
+@pytest.mark.parametrize("normed", [True, False])
+def test_which_state_a_layer_reads_is_found_by_trial(
+    name: str, normed: bool, llama: Llama, plain: LLM, tmp_path: Path
+) -> None:
+    """Where the target's choices are what the reference drafts, that reading of the state agrees most often."""
+    reference, text = FORMATS[name](llama, tmp_path / "head"), [(31 * i * i + 7 * i) % V for i in range(1, 19)]
+    reference.flags |= {"normed": normed, "norm_output": True}
+    space = Workspace(plain.target, Cache(64, 2, 64), plain.engine.target.plane, {"head": str(tmp_path / "head")})
+    head, readings = open_head(space).head, read_published(tmp_path / "head", plain.target.config).readings
+    trial, configs = Trial(space, text, [LAYERS - 1]), [reading.config for reading in readings]
+    for at in range(1, len(text)):
+        trial.choices[at] = reference.draft(text[: at + 1], 1)[0]
+    shares = {config: trial.agreement(head.read_as(config)) for config in configs}  # type: ignore[union-attr, arg-type]
+    assert {config.normed for config in configs if shares[config] == max(shares.values())} == {normed}  # type: ignore[union-attr]
+    assert max(shares.values()) >= (len(text) - 1) / (2 * len(text) - 3)
 
 
 def test_our_own_head_is_read_as_a_foreign_one(target: Path, tmp_path: Path) -> None:
@@ -719,13 +831,15 @@ def test_which_reading_of_a_block_is_the_likeliest(llama: Llama, plain: LLM, tmp
         assert [reading.config.block for reading in readings] == [K - (not anchored), K - anchored]
 
 
-def test_the_doctor_says_what_a_head_is(llama: Llama, target: Path, tmp_path: Path) -> None:
-    speculators(llama, tmp_path / "head")
+@pytest.mark.parametrize(("name", "what"), [("speculators", "an EAGLE-3 head"), ("mtp", "an MTP head")])
+def test_the_doctor_says_what_a_head_is(name: str, what: str, llama: Llama, target: Path, tmp_path: Path) -> None:
+    FORMATS[name](llama, tmp_path / "head")
     arguments = ["doctor", "-m", str(target), "--head", str(tmp_path / "head"), "--dtype", "float32"]
     done = CliRunner().invoke(app, [*arguments, "--limit", "1", "-n", "4", "--json"])
     assert done.exit_code == 0, done.output
     facts = json.loads(done.stdout)
-    assert facts["head"]["format"] == "an EAGLE-3 head in the speculators format"
+    assert facts["head"]["format"] == f"{what} in the speculators format"
+    assert ("the target's states are read" in facts["head"]["reading"]) == (name == "mtp")
     says = [finding["text"] for finding in facts["findings"]]
     assert any("trained for some/target; it fits this target." in text for text in says)
     both = CliRunner().invoke(app, [*arguments, "--drafter", "suffix"])
@@ -827,7 +941,7 @@ def broken(llama: Llama, to: Path, what: str) -> None:
     elif what == "kind":
         data["architectures"] = ["DFlash2DraftModel"]
     elif what == "algorithm":
-        data["speculators_model_type"] = "mtp"
+        data["speculators_model_type"] = "eagle0"
     elif what == "later algorithm":
         data["speculators_model_type"] = "eagle9"
     elif what == "norms":
@@ -855,7 +969,7 @@ BROKEN = {
     "other vocabulary": "vocabulary of 301, this one of 300", "deeper": "reads layer 28, but this target has 8",
     "fewer taps": "names 2 layers of its target, but its fc.weight reads 3", "activation": "activation 'gelu'",
     "quantised": "quantised weights", "last state": "use_aux_hidden_state", "sizes": "config.json",
-    "heads": "fit together", "kind": "DFlash2", "algorithm": "MTP", "whole model": "--draft-model",
+    "heads": "fit together", "kind": "DFlash2", "algorithm": "'eagle0' drafter", "whole model": "--draft-model",
     "immense": "fit together", "rope": "fit together",
     "truncated": "damaged", "no weights": "no .safetensors", "no json": "cannot be read", "code": "more than tensors",
     "later algorithm": "'eagle9' drafter", "norms": "'embedding_layernorm.weight' that no head known",
@@ -888,6 +1002,40 @@ def test_a_configuration_that_lies_is_a_sentence_or_a_head(name: str, llama: Lla
             refused.append(str(error))
     assert refused
     assert not [message for message in refused if "\n" in message or not message.endswith(".")]
+
+
+AT = "mtp_layers.0."
+SPOILT_LAYERS: dict[str, tuple[str, dict[str, Tensor | None], dict[str, Any], str]] = {
+    "no norm": ("mtp", {f"{AT}final_layernorm.weight": None}, {}, "no tensor 'norm.weight'"),
+    "no norms of heads": ("mtp", {f"{AT}self_attn.{n}_norm.weight": None for n in "qk"}, {},
+                          "no tensor 'midlayer.self_attn.q_norm.weight'"),
+    "misshapen": ("mtp", {f"{AT}input_proj.weight": torch.zeros(H, H)}, {}, "'fc.weight' has the shape [32, 32]"),
+    "second layer": ("mtp", {"mtp_layers.1.input_proj.weight": torch.zeros(H, H)}, {},
+                     "'mtp_layers.1.input_proj.weight' that no head known"),
+    "bias": ("mtp", {f"{AT}self_attn.o_proj.bias": torch.zeros(H)}, {}, "o_proj.bias' that no head known"),
+    "other kind": ("mtp", {}, {"model_type": "qwen3_5_text"}, "a layer of the kind 'qwen3_5_text'"),
+    "other vocabulary": ("mtp", {}, {"vocab_size": 301}, "vocabulary of 301, this one of 300"),
+    "other width": ("mtp", {}, {"hidden_size": 24}, "has the shape"),
+    "no input norm": ("eagle1_layernorms", {"transformer.input_layernorm.weight": None}, {},
+                      "no tensor 'midlayer.input_layernorm.weight'"),
+    "no last norm": ("eagle1_layernorms", {"pre_lm_head_layernorm.weight": None}, {}, "no tensor 'norm.weight'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SPOILT_LAYERS)
+def test_layers_in_the_speculators_format_are_checked_too(what: str, llama: Llama, plain: LLM, tmp_path: Path) -> None:
+    name, changes, settings, says = SPOILT_LAYERS[what]
+    FORMATS[name](llama, tmp_path)
+    data, tensors = json.loads((tmp_path / "config.json").read_text()), load_file(tmp_path / WEIGHTS)
+    data["transformer_layer_config"] |= settings
+    saved(tmp_path, data, {name: tensor for name, tensor in (tensors | changes).items() if tensor is not None})
+    with pytest.raises(OutriderError) as error:
+        plain.using(drafter="head", head=str(tmp_path))
+    message = str(error.value)
+    assert says in message
+    assert str(tmp_path) in message
+    assert message.endswith(".")
+    assert "\n" not in message
 
 
 def spoilt_per_position(llama: Llama, to: Path, what: str) -> None:
@@ -1022,7 +1170,12 @@ def test_what_cannot_use_them_says_so(llama: Llama, plain: LLM, tmp_path: Path) 
 def test_vllms_configuration_is_taken_as_it_is(llama: Llama, target: Path, tmp_path: Path) -> None:
     speculators(llama, tmp_path / "head")
     given = {"model": str(tmp_path / "head"), "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
-    for method in ({}, {"method": "eagle3"}, {"method": "eagle"}):  # without a method, the folder tells it
+    for method in (
+        {},
+        {"method": "eagle3"},
+        {"method": "eagle"},
+        {"method": "mtp"},
+    ):  # without a method, the folder tells it
         found = from_speculative_config(given | method)
         assert found == {"drafter": "head", "head": str(tmp_path / "head"), "k": 3}
     assert from_speculative_config({"model": str(target)}) == {"drafter": "model", "draft_model": str(target)}

@@ -474,7 +474,7 @@ def _with_target(
 ) -> Head:
     """A head with what it takes from its target: the embedding, and perhaps the last norm and the output matrix."""
     target = space.target
-    if config.kind == EAGLE1:
+    if config.normed:
         tensors = tensors | {"feature_norm.weight": output_norm(target)}
     config, tensors = _without_copies(config, tensors, target)
     tensors = with_output_rows(config, tensors, target)

@@ -53,7 +53,7 @@ _TAIL = 16  # columns of drafted ancestors in a GPU's blocks are padded to a mul
 
 @dataclass(frozen=True)
 class _Layer:
-    attention_norm: Any  # [H]; None in eagle1's first layer
+    attention_norm: Any  # [H]; None in the first layer of eagle1 without layernorms
     qkv: Any  # products, as `linear` makes them
     head_norms: tuple[Tensor, Tensor, float] | None  # of q and k [d], eps
     out: Any
@@ -99,9 +99,11 @@ class Head(DraftVocabulary):
         else:
             self._packed = dict(self._quantised()) if self.int8 else {}
         self.fc = self._product("fc", "fc.weight")
-        names = ("midlayer.hidden_norm.weight", "norm.weight", "fc.bias", "input_norm.weight", "feature_norm.weight")
+        names = ["midlayer.hidden_norm.weight", "norm.weight", "fc.bias", "input_norm.weight", "feature_norm.weight"]
+        names += ["embedding_layernorm.weight", "hidden_layernorm.weight"]
         vectors: list[Any] = [self._vector(name) if name in tensors else None for name in names]
-        self.hidden_norm, self.norm, self.fc_bias, self.input_norm, self.feature_norm = vectors
+        self.hidden_norm, self.norm, self.fc_bias, self.input_norm, self.feature_norm = vectors[:5]
+        self.embedding_norm, self.state_norm = vectors[5:]
         self.fc_norms = [self._vector(f"fc_norm.{i}.weight") for i in range(len(config.taps) * config.fc_norm)]
         self.layers = [self._layer(i) for i in range(config.layers)]
         self.head = self._product("head", "lm_head.weight") if output is None else output
@@ -195,7 +197,7 @@ class Head(DraftVocabulary):
     def _normed(self, joined: Tensor) -> Tensor:
         """The tapped states [T, taps * H] after the norms that this variant has."""
         c = self.config
-        if self.feature_norm is not None:
+        if c.normed:
             return ops.add_norm(joined.to(self.stream), None, self.feature_norm, c.target_norm_eps, self.stream)
         if self.fc_norms:
             parts = (part.contiguous() for part in joined.to(self.stream).split(c.target_hidden_size, 1))
@@ -223,7 +225,7 @@ class Head(DraftVocabulary):
     @property
     def reads_slots(self) -> bool:
         """Whether `chains` reads hidden states where they are: nothing is done to them before they are fused."""
-        return self._fuses_natively and self.feature_norm is None and self.input_norm is None and not self.fc_norms
+        return self._fuses_natively and self.input_norm is None and not self.fc_norms
 
     @property
     def drafts_chains(self) -> bool:
@@ -278,12 +280,13 @@ class Head(DraftVocabulary):
             e, x = torch.where(hidden, self.masks[0], e), torch.where(hidden, self.masks[1], x)
         rope, eps = (self.cos[rows.positions], self.sin[rows.positions]), self.config.norm_eps  # [T, d/2]
         delta: Any = None
+        if self.config.kind == EAGLE1:
+            x = self._beside_token(e, x)
         for i, layer in enumerate(self.layers):
-            if i > 0:
-                h = ops.add_norm(x, delta, layer.attention_norm, eps, self.compute)
-            elif self.config.kind == EAGLE1:
-                x = self._beside_token(e, x)
+            if layer.attention_norm is None:
                 h = x.to(self.compute)
+            elif i > 0 or self.hidden_norm is None:
+                h = ops.add_norm(x, delta, layer.attention_norm, eps, self.compute)
             else:  # the token beside the feature
                 token = ops.add_norm(e, None, layer.attention_norm, eps, self.compute)
                 kept = self.config.norm_before_residual
@@ -314,7 +317,10 @@ class Head(DraftVocabulary):
 
     def _beside_token(self, e: Tensor, features: Tensor) -> Tensor:
         """eagle1: the residual stream [T, H] from the tokens' embeddings and the features."""
-        return self._fc(torch.cat([e, features.to(self.stream)], 1))
+        parts, norms = (e, features.to(self.stream)), (self.embedding_norm, self.state_norm)
+        eps, kind = self.config.norm_eps, self.stream
+        pairs = zip(parts, norms, strict=True)
+        return self._fc(torch.cat([x if w is None else ops.add_norm(x, None, w, eps, kind) for x, w in pairs], 1))
 
     def _outcome(self, want: Tensor, scores: Tensor, outputs: Tensor) -> tuple[Tensor, Tensor]:
         """Scaled scores [R, D] of the wanted rows [R], and what drafted tokens continue from [T, H]."""
