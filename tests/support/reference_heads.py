@@ -126,6 +126,8 @@ class Eagle3:
 
     def fused(self, states: list[Array]) -> Array:
         eps = self.sizes["rms_norm_eps"]
+        if "fc.weight" not in self.w:
+            return self.target.final(states[0])
         taps = [rms(s, self.w[f"fc_norm.{i}.weight"], eps) if "fc_norm.0.weight" in self.w else s
                 for i, s in enumerate(states)]  # fmt: skip
         joined = np.concatenate(taps)

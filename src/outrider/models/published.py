@@ -295,16 +295,19 @@ def _complete(reading: HeadConfig, tensors: dict[str, Tensor], where: str) -> di
 def _flat(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
     """One flat configuration, as EAGLE, SpecForge, NVIDIA and AngelSlim write it."""
     own, kind = data.get("eagle_config") or {}, "an EAGLE-3 head"
-    if own.get("use_aux_hidden_state") is False:
-        raise ModelError(f"{where} reads only the target's last state (use_aux_hidden_state: false): not supported.")
     layout = next((_FLAT[name] for name in _architectures(data) if name in _FLAT), "EAGLE's own layout")
     named = _eagle_names(tensors, where)
     base = _eagle3(dict(data) | own, named)
     if _PARALLEL in _architectures(data):
         kind, (base, named) = "a P-EAGLE head", _parallel(dict(data) | own, base, named, where)
     ids = own.get("eagle_aux_hidden_state_layer_ids") or data.get("eagle_aux_hidden_state_layer_ids")
+    if own.get("use_aux_hidden_state") is False:
+        if "fc.weight" in named:
+            raise ModelError(f"{where} reads the last state only (use_aux_hidden_state: false), but has 'fc.weight'.")
+        base = replace(base, taps=(target.layers - 1,), normed=True, target_norm_eps=target.norm_eps)
+    possible = [(base.taps, "")] if base.normed else _flat_taps(ids, target.layers, where)
     choices: list[list[Choice]] = [
-        [({"taps": taps}, note) for taps, note in _flat_taps(ids, target.layers, where)],
+        [({"taps": taps}, note) for taps, note in possible],
         [({}, "")],
         [({}, "")],
     ]

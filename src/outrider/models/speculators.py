@@ -86,7 +86,7 @@ class HeadConfig:
     qk_norm: bool = False
     qkv_bias: bool = False
     logit_scale: float = 1.0
-    normed: bool = False  # the target's last state is read after its last norm
+    normed: bool = False  # the target's last state is read after its last norm; in eagle3 it is the feature, without fc
     target_norm_eps: float = 1e-5  # of that norm
     layernorms: bool = False  # eagle1: of the token, of what attention reads and of the output
     state_norm: bool = False  # eagle1: of the target's state, or of the output that it continues from
@@ -113,6 +113,7 @@ class HeadConfig:
         fits = fits and (self.prefix_inner > 0 if self.prefix_state else self.prefix_state == 0)
         fits = fits and self.heads % max(self.kv_heads, 1) == 0 and self.head_dim % 2 == 0
         fits = fits and self.draft_vocab_size <= self.vocab_size and self.layers <= _MOST_LAYERS
+        fits = fits and not (self.normed and self.narrow)
         if not fits or (self.windows and len(self.windows) != self.layers):
             raise ModelError("The head's configuration does not fit together; make the head again.")
         if self.kind == "exit" and self.narrow:
@@ -178,7 +179,9 @@ def shapes(c: HeadConfig) -> Shapes:
 def _input_shapes(c: HeadConfig) -> Shapes:
     """What makes the first layer's input from the target's states and a token."""
     h, wide = c.hidden_size, c.target_hidden_size
-    named: Shapes = {"fc.weight": (h, 2 * h if c.kind == EAGLE1 else len(c.taps) * wide)}
+    named: Shapes = {}
+    if c.kind == EAGLE1 or not c.normed:
+        named["fc.weight"] = (h, 2 * h if c.kind == EAGLE1 else len(c.taps) * wide)
     if c.kind != EAGLE1:
         named["midlayer.hidden_norm.weight"] = (h,)
     if c.normed:

@@ -286,6 +286,17 @@ def mtp(llama: Llama, to: Path, whole: bool = False) -> Any:
     return Mtp(llama, numbers(tensors), c, [8])
 
 
+def last_state(llama: Llama, to: Path) -> Any:
+    """NVIDIA's without taps: the target's last state is the feature."""
+    c = sizes()
+    tensors = eagle3(c)
+    del tensors["fc.weight"]
+    own = {"use_aux_hidden_state": False, "eagle_aux_hidden_state_layer_ids": [], "use_last_layernorm": True}
+    flat = c | {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": D, "eagle_config": own}
+    saved(to, flat, tensors)
+    return Eagle3(llama, numbers(tensors), c, [8])
+
+
 def medusa(llama: Llama, to: Path, vllm: bool = False) -> Any:
     """The configuration names two heads, the file has six."""
     draft = D if vllm else V
@@ -430,7 +441,7 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "specforge": specforge, "original": original, "angelslim": angelslim, "nvidia": nvidia, "eagle3.1": eagle31,
     "speculators": speculators, "speculators_deep": speculators_deep, "peagle": peagle, "peagle_flat": peagle_flat,
     "eagle1": eagle1, "eagle1_without_bias": lambda llama, to: eagle1(llama, to, bias=False),
-    "eagle1_speculators": eagle1_speculators, "eagle1_layernorms": eagle1_layernorms,
+    "eagle1_speculators": eagle1_speculators, "eagle1_layernorms": eagle1_layernorms, "last_state": last_state,
     "mtp": mtp, "mtp_whole": lambda llama, to: mtp(llama, to, whole=True),
     "gguf": lambda llama, to: in_gguf(Kind.F32, llama, to), "gguf_dflash": dflash_in_gguf,
     "gguf_dspark": lambda llama, to: dflash_in_gguf(llama, to, markov=5),
@@ -522,7 +533,7 @@ def test_no_format_changes_the_text(
 
 NATIVE = (
     "specforge", "nvidia", "eagle3.1", "speculators", "speculators_deep", "peagle", "eagle1", "eagle1_layernorms",
-    "mtp",
+    "last_state", "mtp",
 )  # fmt: skip
 
 
@@ -968,7 +979,7 @@ BROKEN = {
     "no offsets": "no tensor 'd2t'", "offsets": "draft vocabulary", "other width": "'fc.weight' has the shape",
     "other vocabulary": "vocabulary of 301, this one of 300", "deeper": "reads layer 28, but this target has 8",
     "fewer taps": "names 2 layers of its target, but its fc.weight reads 3", "activation": "activation 'gelu'",
-    "quantised": "quantised weights", "last state": "use_aux_hidden_state", "sizes": "config.json",
+    "quantised": "quantised weights", "last state": "has 'fc.weight'", "sizes": "config.json",
     "heads": "fit together", "kind": "DFlash2", "algorithm": "'eagle0' drafter", "whole model": "--draft-model",
     "immense": "fit together", "rope": "fit together",
     "truncated": "damaged", "no weights": "no .safetensors", "no json": "cannot be read", "code": "more than tensors",

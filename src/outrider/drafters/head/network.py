@@ -98,7 +98,7 @@ class Head(DraftVocabulary):
             self._packed = quantise.stored(stored_as, self._quantised).tensors
         else:
             self._packed = dict(self._quantised()) if self.int8 else {}
-        self.fc = self._product("fc", "fc.weight")
+        self.fc: Any = self._product("fc", "fc.weight") if "fc.weight" in tensors else None
         names = ["midlayer.hidden_norm.weight", "norm.weight", "fc.bias", "input_norm.weight", "feature_norm.weight"]
         names += ["embedding_layernorm.weight", "hidden_layernorm.weight"]
         vectors: list[Any] = [self._vector(name) if name in tensors else None for name in names]
@@ -192,7 +192,7 @@ class Head(DraftVocabulary):
     def fuse(self, taps: list[Tensor]) -> Tensor:
         """Features [T, H] from the target's hidden states after each tap, [T, target's H] each."""
         joined = self._normed(torch.cat(taps, 1) if len(taps) > 1 else taps[0])  # [T, taps * H]
-        return joined.to(self.stream) if self.config.kind == EAGLE1 else self._fc(joined)
+        return self._fc(joined) if self._fuses else joined.to(self.stream)
 
     def _normed(self, joined: Tensor) -> Tensor:
         """The tapped states [T, taps * H] after the norms that this variant has."""
@@ -219,8 +219,13 @@ class Head(DraftVocabulary):
         return self.scores(rows, plane, self.fuse([hidden]), masked)
 
     @property
+    def _fuses(self) -> bool:
+        """Whether `fc` makes features of the target's states; else the last state is the feature."""
+        return self.fc is not None and self.config.kind != EAGLE1
+
+    @property
     def _fuses_natively(self) -> bool:
-        return self.native is not None and self.config.kind != EAGLE1 and self.fc_bias is None
+        return self.native is not None and self._fuses and self.fc_bias is None
 
     @property
     def reads_slots(self) -> bool:
@@ -343,8 +348,8 @@ class Head(DraftVocabulary):
 
     def _quantised(self) -> quantise.NamedTensors:
         """Every product in int8, or in pieces. It takes half a second, so that it is kept on disk."""
-        products: dict[str, tuple[str, ...]] = {"fc": ("fc.weight",)}
-        products |= {"head": ("lm_head.weight",)} if "lm_head.weight" in self._tensors else {}
+        alone = {"fc": ("fc.weight",), "head": ("lm_head.weight",)}
+        products: dict[str, tuple[str, ...]] = {key: names for key, names in alone.items() if names[0] in self._tensors}
         for at in map(layer_name, range(self.config.layers)):
             products |= {f"{at}.{field}": names for field, names in _products_of(at).items()}
         for key, names in products.items():
@@ -536,7 +541,8 @@ class Int8Head(Addresses):
             *(*ops.addresses_of(head.norm), words.embedding, *ops.addresses_of(head.cos, head.sin)),
             *self._fields(head.head),
             *(*sizes, head.cos.shape[0], c.norm_eps),
-            *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size, *self._fields(head.fc)),
+            *(*ops.addresses_of(head.hidden_norm), *masks, c.vocab_size),
+            *(native.NO_LINEAR if head.fc is None else self._fields(head.fc)),
             *(c.norm_before_residual, *words.elsewhere, 0),
         )
         return self._keep(struct.pack(native.MODEL, *fields))
