@@ -32,6 +32,7 @@ QWEN = SIZES | COMMON | {
 }  # fmt: skip
 QWEN["rope_parameters"] = {**QWEN["rope_parameters"], "partial_rotary_factor": 0.25}  # type: ignore[dict-item]
 H = SIZES["hidden_size"]
+PARTS = ("gate", "up", "down")
 
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -187,8 +188,11 @@ class Qwen(Layer):
 class Reference:
     """What the layer beside a target drafts."""
 
-    def __init__(self, module: Any, layer: DeepSeek | Qwen, normed: bool = True, state_first: bool = False) -> None:
-        self.module, self.layer, self.normed, self.state_first = module, layer, normed, state_first
+    def __init__(
+        self, module: Any, layer: DeepSeek | Qwen, normed: bool = True, state_first: bool = False, raw: bool = False
+    ) -> None:
+        """normed: drafts continue from the output after its norm; raw: the target's states are those before its own."""
+        self.module, self.layer, self.normed, self.state_first, self.raw = module, layer, normed, state_first, raw
 
     @torch.inference_mode()
     def outputs(self, tokens: list[int], states: Tensor) -> Tensor:
@@ -201,12 +205,22 @@ class Reference:
         rows = self.layer.norm("post_attention_layernorm", x)
         return x + torch.stack([self.layer.experts(row) for row in rows])
 
+    def _states(self, tokens: list[int]) -> Tensor:
+        """Of the target, after its last norm or before it."""
+        seen: list[Tensor] = []
+        hook = self.module.model.norm.register_forward_hook(
+            lambda _, given, normed: seen.append(given[0] if self.raw else normed)
+        )
+        self.module.model(torch.tensor([tokens]))
+        hook.remove()
+        return seen[0][0]
+
     def normed_outputs(self, tokens: list[int], states: Tensor) -> Tensor:
         return self.layer.norm(self.layer.around[3], self.outputs(tokens, states))
 
     @torch.inference_mode()
     def draft(self, tokens: list[int], k: int) -> list[int]:
-        states = self.module.model(torch.tensor([tokens[:-1]])).last_hidden_state[0]  # after the last norm
+        states = self._states(tokens[:-1])
         fed, chain = tokens[1:], list[int]()
         while len(chain) < k:
             out = self.outputs(fed, states)[-1]
@@ -214,6 +228,24 @@ class Reference:
             chain.append(int((self.module.lm_head.weight @ normed).argmax()))
             fed, states = [*fed, chain[-1]], torch.cat([states, (normed if self.normed else out)[None]])
         return chain
+
+
+def publish(folder: Path, layer: Qwen, target: Path, **settings: Any) -> None:
+    """The layer alone in the speculators format: all experts side by side, and the target's configuration."""
+    theirs = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
+    around = dict(zip(layer.around, theirs, strict=True))
+    stacks = {part: [layer[f"mlp.experts.{i}.{part}_proj"] for i in range(layer.c["num_experts"])] for part in PARTS}
+    gate, up, down = (torch.stack(stacks[part]) for part in PARTS)  # [experts, rows, columns] each
+    tensors = {"mlp.experts.gate_up_proj": torch.cat([gate, up], 1), "mlp.experts.down_proj": down}
+    for name, tensor in layer.tensors.items():
+        if "experts." not in name:
+            stem = name.removesuffix(".weight")
+            tensors[f"{around.get(stem, stem.removeprefix('layers.0.'))}.weight"] = tensor
+    folder.mkdir()
+    save_file({f"mtp_layers.0.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    verifier = json.loads((target / "config.json").read_text()) | settings
+    data = {"architectures": ["MTPDraftModel"], "speculators_model_type": "mtp", "transformer_layer_config": verifier}
+    (folder / "config.json").write_text(json.dumps(data))
 
 
 SMALL = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "down_proj")  # how what a block adds ends

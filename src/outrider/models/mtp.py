@@ -3,8 +3,8 @@
 It reads the state after the target's last norm and the embedding of the token that followed, each after a norm of its
 own; a product joins both, one more block of the target follows, and a last norm. Embedding and output matrix are the
 target's. Promise: `stored_mtp` and `find_mtp` read names only; `MtpLayer.problem` names a missing or misshapen tensor,
-and `check` raises that sentence. It knows names and shapes of DeepSeek-V3's, GLM-4.5's, MiMo's and Qwen3-Next's files,
-not what a block computes.
+and `check` raises that sentence. It knows names and shapes of DeepSeek-V3's, GLM-4.5's, MiMo's and Qwen3-Next's files
+and of speculators', not what a block computes.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ _LAYOUTS = (
         "MiMo's layout", "mtp_layers.0.",
         ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), True, "mtp_layers.{}.",
     ),
+)  # fmt: skip
+SPECULATORS = Layout(  # Qwen3-Next's, trained further, in a folder of its own
+    "the speculators format", "mtp_layers.0.",
+    ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"), False, "mtp_layers.{}.", gain=1.0,
 )  # fmt: skip
 FOREIGN = {"deepseek_v3": _DEEPSEEK, "qwen3_next": _QWEN}  # of families that transformers runs
 

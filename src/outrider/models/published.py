@@ -32,6 +32,7 @@ from .speculators import (
     EAGLE1,
     FIRST,
     MARKOV_PARTS,
+    MTP,
     PREFIX_STATE,
     SPECULATORS_FIRST,
     HeadConfig,
@@ -388,8 +389,8 @@ def _layer_in_speculators(
     """EAGLE-1, 2 and HASS under names of their own, with norms around the layer or without; MTP has these and one of
     the target's state, of which trainers read the one before the target's last norm, engines the one after it."""
     flat, mtp = dict(data["transformer_layer_config"]), data["speculators_model_type"] == "mtp"
-    if mtp and (kind := flat.get("model_type")) != "qwen3":
-        raise ModelError(f"{where} is an MTP drafter with a layer of the kind '{kind}', of which only qwen3 is read.")
+    if mtp and flat.get("model_type") != "qwen3":
+        return _foreign_layer(flat, tensors, target, where)
     for theirs, ours in _LAYER_NAMES:
         tensors = {ours + n.removeprefix(theirs) if n.startswith(theirs) else n: t for n, t in tensors.items()}
     named = _eagle_names(tensors, where) if mtp else _without_output(tensors, where)
@@ -401,6 +402,18 @@ def _layer_in_speculators(
     choices = [_STATES, *([] if mtp else [_OUTPUTS])] if norms else []
     name = f"an {'MTP' if mtp else 'EAGLE-1'} head in the speculators format"
     return PublishedHead(name, _readings(base, choices, where), _complete(base, named, where))
+
+
+def _foreign_layer(
+    flat: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str
+) -> PublishedHead:
+    """MTP with a layer of Qwen3-Next's class, beside such a target; names and shapes are checked where the class is."""
+    kind, known = flat.get("model_type"), "qwen3, and of qwen3_next beside such a target"
+    if kind != "qwen3_next" or target.architecture != kind:
+        raise ModelError(f"{where} is an MTP drafter with a layer of the kind '{kind}'; those are read of {known}.")
+    base = replace(_one_layer(dict(flat) | {"num_hidden_layers": 1}, {}, target), kind=MTP, norm_output=True)
+    readings = _readings(base, [_STATES], where)
+    return PublishedHead("an MTP head in the speculators format", readings, _eagle_names(tensors, where))
 
 
 def _top_level(data: Mapping[str, Any]) -> dict[str, Any]:

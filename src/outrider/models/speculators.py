@@ -31,7 +31,7 @@ from .weights import save_tensors
 KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's -> speculators', which has no exit
 EAGLE3 = "eagle3"  # continues from its own outputs, token by token
 EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2, HASS and MTP in folders: read from what others have published, never written
-MTP = "mtp"  # a layer of the target's own checkpoint
+MTP = "mtp"  # a layer of the target's own checkpoint, or one of its class
 DFLASH = "dflash"  # DFlash, DSpark and Domino: read, never written
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"

@@ -28,7 +28,7 @@ from outrider.models.library import describe
 from outrider.testing import check_drafter
 from outrider.types import Sequence
 
-from support.foreign_mtp import DEEPSEEK, Reference, edit, write
+from support.foreign_mtp import DEEPSEEK, Qwen, Reference, edit, publish, write
 from support.head_scores import scored
 from support.mtp_checkpoints import SIZES, drawn, tokenizer_files
 
@@ -162,6 +162,91 @@ def test_it_is_found_by_itself(checkpoint: tuple[Path, Reference]) -> None:
     for method in ("deepseek_mtp", "qwen3_next_mtp"):
         given = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
         assert from_speculative_config(given) == {"drafter": "head", "head": "mtp", "k": 3}
+
+
+# ------------------------------------------------------------ trained further, in a folder of its own
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Reference]:
+    """A Qwen3-Next, another layer for it in the speculators format, and what that layer drafts."""
+    target, head = (tmp_path_factory.mktemp("alone") / name for name in ("target", "head"))
+    reference = write(target, "qwen")
+    assert isinstance(reference.layer, Qwen)
+    for tensor in reference.layer.tensors.values():
+        tensor += 0.1 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(9))
+    with torch.no_grad():  # states before and after the last norm differ by more than a factor
+        reference.module.model.norm.weight.copy_(torch.linspace(-0.5, 1, SIZES["hidden_size"]))
+    edit(target, {"model.norm.weight": reference.module.model.norm.weight.detach().clone()})
+    publish(head, reference.layer, target)
+    return target, head, reference
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_layer_in_a_folder_of_its_own_drafts_what_its_definition_drafts(
+    alone: tuple[Path, Path, Reference], raw: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of either state of the target, through the command line; the text is that of plain decoding."""
+    target, head, reference = alone
+    monkeypatch.setattr(
+        head_drafter, "choose_reading", lambda head, all, *_: (head.read_as(all[raw].config), Tried(raw))
+    )
+    trace = tmp_path / "run.jsonl"
+    arguments = ["generate", PROMPTS[0], "-m", str(target), "--dtype", "float32", "--raw", "-n", "14", "--json"]
+    plain = CliRunner().invoke(app, [*arguments, "--drafter", "off"])
+    arguments += ["--k", str(K), "--drafter", "head", "--set", f"head={head}", "--set", "stop_below=0"]
+    done = CliRunner().invoke(app, [*arguments, "--trace", str(trace)])
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
+    recorded, lengths = read(trace), []
+    text = [*recorded.header["prompt"], *json.loads(done.stdout)["token_ids"]]
+    definition = Reference(reference.module, reference.layer, raw=raw)
+    for step in recorded.lines:
+        drafted = [node[0] for node in step["nodes"]]
+        assert not step.get("failure")
+        assert drafted == definition.draft(text[: step["at"]], len(drafted))
+        lengths.append(len(drafted))
+    assert max(lengths) == K
+    assert sum(lengths) >= 4 * K
+    other = Reference(reference.module, reference.layer, raw=not raw)
+    assert other.draft(text, K) != definition.draft(text, K)
+
+
+def test_which_state_it_reads_is_tried(alone: tuple[Path, Path, Reference]) -> None:
+    target, head, _ = alone
+    drafting = opened(target, drafter="head", head=str(head), k=3).drafting["head"]
+    assert drafting["format"] == "an MTP head in the speculators format"
+    assert drafting["reading"].startswith("Of 2 readings of the file the best one")
+    assert "the target's states are read" in drafting["reading"]
+
+
+SPOILT: dict[str, tuple[dict[str, torch.Tensor | None], dict[str, Any], str]] = {
+    "missing": ({"mtp_layers.0.mlp.gate.weight": None}, {}, "its tensor 'mtp_layers.0.mlp.gate.weight' is missing"),
+    "misshapen": ({"mtp_layers.0.input_proj.weight": torch.zeros(32, 63)}, {},
+                  "its tensor 'mtp_layers.0.input_proj.weight' has the shape [32, 63] instead of [32, 64]"),
+    "unknown": ({"mtp_layers.1.input_proj.weight": torch.zeros(32, 64)}, {},
+                "such a layer has no tensor 'mtp_layers.1.input_proj.weight'"),
+    "other vocabulary": ({}, {"vocab_size": 321}, "vocabulary of 321, this one of 320"),
+    "other kind": ({}, {"model_type": "qwen3_5_text"}, "layer of the kind 'qwen3_5_text'"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", SPOILT)
+def test_what_is_wrong_with_such_a_folder_is_named(
+    what: str, alone: tuple[Path, Path, Reference], tmp_path: Path
+) -> None:
+    target, _, reference = alone
+    changes, settings, says = SPOILT[what]
+    assert isinstance(reference.layer, Qwen)
+    publish(tmp_path / "head", reference.layer, target, **settings)
+    edit(tmp_path / "head", changes)
+    with pytest.raises(OutriderError) as error:
+        opened(target, drafter="head", head=str(tmp_path / "head"))
+    message = str(error.value)
+    assert says in message
+    assert str(tmp_path / "head") in message
+    assert message.endswith(".")
+    assert "\n" not in message
 
 
 # ------------------------------------------------------------ what is wrong

@@ -1024,7 +1024,7 @@ SPOILT_LAYERS: dict[str, tuple[str, dict[str, Tensor | None], dict[str, Any], st
     "second layer": ("mtp", {"mtp_layers.1.input_proj.weight": torch.zeros(H, H)}, {},
                      "'mtp_layers.1.input_proj.weight' that no head known"),
     "bias": ("mtp", {f"{AT}self_attn.o_proj.bias": torch.zeros(H)}, {}, "o_proj.bias' that no head known"),
-    "other kind": ("mtp", {}, {"model_type": "qwen3_5_text"}, "a layer of the kind 'qwen3_5_text'"),
+    "other kind": ("mtp", {}, {"model_type": "qwen3_next"}, "kind 'qwen3_next'; those are read of qwen3, and"),
     "other vocabulary": ("mtp", {}, {"vocab_size": 301}, "vocabulary of 301, this one of 300"),
     "other width": ("mtp", {}, {"hidden_size": 24}, "has the shape"),
     "no input norm": ("eagle1_layernorms", {"transformer.input_layernorm.weight": None}, {},

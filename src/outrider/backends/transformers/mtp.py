@@ -22,8 +22,9 @@ from ...engine.cache import Plane
 from ...errors import ModelError, first_line
 from ...models.config import ModelConfig
 from ...models.foreign import ForeignWeights
-from ...models.mtp import FOREIGN, MtpLayer, Shapes, stored_mtp
+from ...models.mtp import FOREIGN, SPECULATORS, MtpLayer, Shapes, StoredMtp, stored_mtp
 from ...models.tokenizer import read_json
+from ...models.weights import InMemory
 from ...types import Output
 from .. import WHOLE, Part, PlaneShape
 from ..rows import Rows
@@ -42,14 +43,26 @@ def foreign_mtp(weights: ForeignWeights, config: ModelConfig, module: Any) -> tu
         return None, ""
     stated = _stated(weights)
     if (stored := stored_mtp(weights, config)) is not None:
-        text = module.config.get_text_config(decoder=True)
-        return ForeignMtpLayer(stored, replace(config, norm_eps=float(text.rms_norm_eps)), module, weights), ""
+        return ForeignMtpLayer(stored, _with_eps(config, module), module, weights), ""
     if not stated:
         return None, ""
     if config.architecture in FOREIGN:
         return None, "Its configuration promises layers for further tokens (MTP), but its files have none."
     known = " and ".join(FOREIGN)
     return None, f"Its own layers for further tokens (MTP) are not used: beside transformers those of {known} are."
+
+
+def mtp_of_folder(tensors: dict[str, Tensor], target: Any, where: str) -> PublishedMtpLayer:
+    """The layer of a head in the speculators format, beside a target of its family."""
+    stored = StoredMtp(SPECULATORS, InMemory(tensors), target.config.layers)
+    layer = PublishedMtpLayer(stored, _with_eps(target.config, target.module), target.module, None)
+    if wrong := layer.wrong():
+        raise ModelError(f"The head {where} cannot be used: {wrong}.")
+    return layer
+
+
+def _with_eps(config: ModelConfig, module: Any) -> ModelConfig:
+    return replace(config, norm_eps=float(module.config.get_text_config(decoder=True).rms_norm_eps))
 
 
 def _stated(weights: ForeignWeights) -> int | None:
@@ -65,7 +78,7 @@ class ForeignMtpLayer(MtpLayer):
     """Its block is a layer of transformers' class for the target."""
 
     module: Any  # the target
-    weights: ForeignWeights
+    weights: Any  # `ForeignWeights`; None: the layer is not from the target's folder
 
     def wrong(self) -> str:
         stated, has = _stated(self.weights), self.stored.count()
@@ -122,6 +135,15 @@ class ForeignMtpLayer(MtpLayer):
         parts = {"down_proj": rows} if joined[2] == "down_proj" else {"gate_proj": rows // 2, "up_proj": rows // 2}
         each = ((f"{at}{joined[1]}{i}.{part}.weight", part) for i in range(experts) for part in parts)
         return {stored: (parts[part], columns) for stored, part in each}
+
+
+class PublishedMtpLayer(ForeignMtpLayer):
+    """Its tensors, and nothing else, are in a folder of their own."""
+
+    def wrong(self) -> str:
+        known = {*self.block_shapes()[1], *(self.stored.name(part) for part in range(4))}
+        unknown = sorted(self.stored.tensors.names() - known)
+        return MtpLayer.wrong(self) or (f"such a layer has no tensor '{unknown[0]}'" if unknown else "")
 
 
 class ForeignBlock:

@@ -34,6 +34,7 @@ from ...backends.loaded_weights import (
     weight_bytes,
 )
 from ...backends.rows import rows_of
+from ...backends.transformers.mtp import mtp_of_folder
 from ...control.costs import Line
 from ...engine.cache import Plane
 from ...errors import ConfigError, ModelError
@@ -464,7 +465,11 @@ def _read(folder: Path, space: Workspace) -> OpenedHead:
         norm = output_norm(target)
         return OpenedHead(PerPositionHead(first, published.tensors, norm, dtype, target.device), published.format)
     stored_as = f"head-{_fingerprint(folder)}"
-    head = _with_target(first, published.tensors, space, dtype, stored_as)
+    if first.kind == MTP:
+        layer = mtp_of_folder(published.tensors, target, str(folder))
+        head: Head = mtp_head(layer, first, target, dtype, space.cache.length)
+    else:
+        head = _with_target(first, published.tensors, space, dtype, stored_as)
     head, tried = choose_reading(head, published.readings, space, stored_as)
     return OpenedHead(head, published.format, tried.sentence(published.readings))
 

@@ -39,7 +39,7 @@ def mtp_readings(layer: MtpLayer, target: Model) -> tuple[Reading, ...]:
         kind=MTP, hidden_size=c.hidden_size, intermediate_size=c.intermediate_size, heads=c.heads, kv_heads=c.kv_heads,
         head_dim=c.head_dim, vocab_size=c.vocab_size, draft_vocab_size=c.vocab_size, taps=(target.config.layers - 1,),
         norm_eps=c.norm_eps, rope_theta=c.rope_theta, context_length=c.context_length, own_output=False,
-        norm_output=True, target_norm_eps=c.norm_eps,
+        norm_output=True, normed=True, target_norm_eps=c.norm_eps,
     )  # fmt: skip
     after = Reading(config, "drafts continue from the output after its norm")
     return after, Reading(replace(config, norm_output=False), "drafts continue from the output before its norm")
@@ -151,7 +151,9 @@ class ForeignMtpHead(MtpHead):
 
     @torch.inference_mode()
     def fuse(self, taps: list[Tensor]) -> Tensor:
-        state: Tensor = self.last_norm(taps[0].to(self.place, self.last_norm.weight.dtype))
+        state = taps[0]
+        if self.config.normed:
+            state = self.last_norm(state.to(self.place, self.last_norm.weight.dtype))
         return state.to(self.device, self.stream)
 
     @torch.inference_mode()
