@@ -34,7 +34,7 @@ class BlockGraphs(HeadGraphs):
         assert self.size <= LANE
 
     def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
-        return self.head.term is None and super().suits_trees(seqs, width, depth)
+        return not self.head.term.in_order and super().suits_trees(seqs, width, depth)
 
     def _block(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
         packed, each = self._rows(seqs, starts), self.each
@@ -60,8 +60,8 @@ class _Blocks(HeadPass):
     def __init__(self, heads: BlockGraphs, shape: HeadShape) -> None:
         b, s = shape.wanted, heads.size
         every = torch.arange(b * s, device=heads.state.device)
-        self.index, self.masked = every % s, every % s > 0  # [b s] each row's place in its block
-        self.want = every if heads.head.config.anchored else self.masked.nonzero().flatten()  # [b each]
+        self.places = every % s  # [b s] each row's in its block
+        self.want = every if heads.head.config.anchored else self.places.nonzero().flatten()  # [b each]
         self.slots = heads.lanes[:b, :s].flatten().contiguous()  # [b s]
         self.tails = heads.tails[:b].repeat_interleave(s, 0).contiguous()  # [b s, LANE]
         super().__init__(heads, shape)
@@ -90,10 +90,10 @@ class _Blocks(HeadPass):
         d, heads = self.form.device, self.heads
         self._first()  # the context
         upto = d["block_info"].clone()  # each row sees the block up to itself
-        upto[:, 4] = torch.minimum(upto[:, 4], upto[:, 3] + 1 + self.index)
+        upto[:, 4] = torch.minimum(upto[:, 4], upto[:, 3] + 1 + self.places)
         whole, causal = (self._rows(info) for info in (d["block_info"], upto))
         scores: Tensor
-        scores, self.hidden = heads.head.blocks(whole, causal, heads.graphs.plane, self.masked)  # [R, D], [R, H]
+        scores, self.hidden = heads.head.blocks(whole, causal, heads.graphs.plane, self.places)  # [R, D], [R, H]
         return scores
 
     def _rows(self, info: Tensor) -> Rows:
@@ -111,7 +111,7 @@ class BlockPass(MaskPass, _Blocks):
 
     def _chosen(self, scores: Tensor, laws: list[Tensor]) -> Tensor:
         term, b = self.heads.head.term, self.shape.wanted
-        if term is None:
+        if not term.in_order:
             return super()._chosen(scores, laws)
         each, hidden = (rows.view(b, -1, rows.shape[1]) for rows in (scores, self.hidden))  # [b, each, D], [b, each, H]
         tokens, chain, state = self.form.device["block_tokens"].view(b, -1)[:, 0], [], None  # [b]
