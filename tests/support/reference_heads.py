@@ -188,7 +188,8 @@ class DFlash:
     """A block of masks that see each other, over keys and values of the target's fused states. `flags`: block, mask (a
     token), causal, windows (by layer), two_sided (these end at the block, which every row sees), anchored (the first
     row predicts too, and each one the token after its own), corrected_from for Domino (the first token of a draft that
-    its state over the tokens before corrects), top for DFlash2 (candidates), scale, cap and embedding_scale."""
+    its state over the tokens before corrects), top for DFlash2 (candidates), passes for XPress, scale, cap and
+    embedding_scale."""
 
     def __init__(self, target: Llama, w: Weights, sizes: dict[str, Any], boundaries: list[int], **flags: Any) -> None:
         self.target, self.sizes, self.boundaries, self.flags = target, sizes, boundaries, flags
@@ -290,7 +291,28 @@ class DFlash:
             state = (1 - keep) * np.tanh(new[2] + reset * old[2]) + keep * state
         return state
 
+    def refined(self, tokens: list[int]) -> list[int]:
+        """XPress's block: what its passes find, one after the other."""
+        rows, w = self.hidden(tokens), {n.removeprefix("refiner_head."): t for n, t in self.w.items()}
+        scores, mean, shift = [self.scores(row) for row in rows], np.mean(rows, 0), not self.flags.get("anchored")
+        guess = [int(self.ids[int(np.argmax(one))]) for one in scores]
+        for _ in range(self.flags["passes"]):
+            before = [tokens[-2], tokens[-1], *guess[1:-1]] if shift else [tokens[-1], *guess[:-1]]
+            given = [
+                w["in_proj.weight"] @ np.concatenate(
+                    [w["down_h.weight"] @ row, w["down_g.weight"] @ mean, w["token_embed.weight"][token]]
+                )
+                for row, token in zip(rows, before, strict=True)
+            ]  # fmt: skip
+            for i, one in enumerate(scores):
+                x = given[i] + sum(w["mix_l"][:, i, j] * given[j] for j in range(i + 1))
+                x = x + w["mlp_down.weight"] @ (silu(w["mlp_gate.weight"] @ x) * (w["mlp_up.weight"] @ x))
+                guess[i] = int(self.ids[int(np.argmax(one + w["readout.weight"] @ x))])
+        return guess[shift:]
+
     def draft(self, tokens: list[int], k: int) -> list[int]:
+        if "refiner_head.mix_l" in self.w:
+            return self.refined(tokens)[:k]
         chain: list[int] = []
         first, markov = 0 if self.flags.get("anchored") else 1, "markov_head.markov_w1.weight" in self.w
         state = np.zeros(self.w["markov_head.markov_w1.weight"].shape[1] if markov else 0)

@@ -1,9 +1,9 @@
 """Drafters that others have published: what a folder holds, as a configuration and tensors under our names.
 
-It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format, DFlash, DFlash2, DSpark and Domino,
-EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns complete and consistent tensors or raises a
-sentence that names what is wrong; pickled weights are read without running what is in them. Files of the same kind
-follow different conventions without saying which: then there are several readings, the likeliest first, and
+It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format, DFlash, DFlash2, DSpark, Domino and
+XPress, EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns complete and consistent tensors or
+raises a sentence that names what is wrong; pickled weights are read without running what is in them. Files of the same
+kind follow different conventions without saying which: then there are several readings, the likeliest first, and
 `drafters.head` tries them. It knows names, shapes and conventions, not what a head computes.
 """
 
@@ -56,6 +56,7 @@ _BLOCKS = {
     "DSparkDraftModel": "a DSpark drafter", "Qwen3DSparkModel": "a DSpark drafter",
     "dspark": "a DSpark drafter in the speculators format", "DominoDraftModel": "a Domino drafter",
     "DFlash2DraftModel": "a DFlash2 drafter", "dflash2": "a DFlash2 drafter in the speculators format",
+    "xpress": "an XPress drafter in the speculators format",
 }  # fmt: skip
 _REFUSED = {"mtp": "MTP", "DFlashLinearDraftModel": "DFlash linear"}
 _DFLASH2 = ("dflash2", "DFlash2DraftModel")
@@ -341,7 +342,7 @@ def _speculators(data: Mapping[str, Any], tensors: dict[str, Tensor], target: Mo
     if algorithm == "eagle":
         return _eagle1_in_speculators(data, tensors, target, where)
     if algorithm not in ("eagle3", "peagle"):
-        known = "eagle, eagle3, peagle, dflash, dflash2 and dspark"
+        known = "eagle, eagle3, peagle, dflash, dflash2, dspark and xpress"
         raise ModelError(f"{where} is a '{algorithm}' drafter in the speculators format; {known} are read.")
     named = _eagle_names(tensors, where)
     base = _eagle3(dict(data["transformer_layer_config"]) | _top_level(data), named)
@@ -459,8 +460,8 @@ def _windows(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
-    """DFlash, DFlash2, DSpark and Domino, as z-lab and SpecForge write them (layer ids name outputs) or speculators
-    (boundaries)."""
+    """DFlash, DFlash2, DSpark, Domino and XPress, as z-lab and SpecForge write them (layer ids name outputs) or
+    speculators (boundaries)."""
     kind = next(name for name in _kind_names(data) if name in _BLOCKS)
     nested = data.get("transformer_layer_config")
     own = dict(data.get("dflash_config") or data.get("dspark_config") or {})
@@ -481,7 +482,7 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
         base, kind=DFLASH, mask_token=int(mask or 0), own_mask="mask_embedding" in named,
         causal=bool(sizes.get("causal") or sizes.get("is_causal")), markov=0 if markov is None else markov.shape[-1],
         norm_before_residual=False, norm_output=False, **_prefix_state(kind, sizes, named),
-        markov_kind=_markov_kind(sizes, named, where), **_scales(sizes), **_convolutions(kind, sizes),
+        markov_kind=_markov_kind(sizes, named, where), **_scales(sizes), **_variant(kind, sizes),
         **_both_sides(kind, sizes, size, base.windows), target_name=_verifier(data),
         taps=_block_taps(data, own, nested is not None, len(base.taps), target, where),
     )  # fmt: skip
@@ -511,13 +512,17 @@ def _prefix_state(kind: str, sizes: Mapping[str, Any], named: Mapping[str, Tenso
     return {"prefix_state": state, "prefix_inner": inner, "prefix_from": int(sizes.get("pure_draft_prefix_len") or 0)}
 
 
-def _convolutions(kind: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """DFlash2's convolutions and selector."""
-    if kind not in _DFLASH2:
-        return {}
-    keys = {"conv": ("conv_kernel_size", 2), "conv_group": ("conv_group_size", 16)}
-    keys |= {"selector": ("selector_rank", 256), "selector_top": ("selector_top_k", 16)}
-    return {name: int(sizes.get(key, default)) for name, (key, default) in keys.items()}
+def _variant(kind: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """DFlash2's convolutions and selector, XPress's refiner."""
+    keys: dict[str, tuple[str, int]] = {}
+    if kind in _DFLASH2:
+        keys = {"conv": ("conv_kernel_size", 2), "conv_group": ("conv_group_size", 16)}
+        keys |= {"selector": ("selector_rank", 256), "selector_top": ("selector_top_k", 16)}
+    elif kind == "xpress":
+        keys = {"refiner": ("xpress_rank", 256), "refiner_passes": ("num_jacobi_passes", 6)}
+        keys |= {"refiner_inner": ("xpress_mlp_ratio", 2)}
+    given = {name: int(sizes.get(key, default)) for name, (key, default) in keys.items()}
+    return given | ({"refiner_inner": given["refiner"] * given["refiner_inner"]} if "refiner" in given else {})
 
 
 def _both_sides(kind: str, sizes: Mapping[str, Any], size: int, windows: tuple[int, ...]) -> dict[str, Any]:

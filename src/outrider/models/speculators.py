@@ -32,7 +32,7 @@ KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's ->
 EAGLE3 = "eagle3"  # continues from its own outputs, token by token
 EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2 and HASS: read from what others have published, never written
 MTP = "mtp"  # a layer of the target's own checkpoint
-DFLASH = "dflash"  # DFlash, DSpark, Domino and DFlash2: read, never written
+DFLASH = "dflash"  # DFlash, DFlash2, DSpark, Domino and XPress: read, never written
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
@@ -101,6 +101,9 @@ class HeadConfig:
     conv_group: int = 1  # channels that share what a row adds to a convolution's weights
     selector: int = 0  # dflash: the width of a choice among candidates by the token before; 0: there is none
     selector_top: int = 0  # how many candidates
+    refiner: int = 0  # dflash: the width of a correction of whole blocks by their likeliest tokens; 0: there is none
+    refiner_inner: int = 0  # the width within that correction
+    refiner_passes: int = 0  # how often it is made
     embedding_scale: float = 1.0  # dflash: of the block's tokens and masks
     logit_cap: float = 0.0  # dflash: scores s become cap * tanh(s / cap); 0: they stay
 
@@ -115,8 +118,8 @@ class HeadConfig:
         fits = fits and max(*sizes, self.prefix_state, self.prefix_inner) < _LARGEST and self.prefix_from >= 0
         fits = fits and 0 <= self.norm_eps < math.inf and 0 < self.rope_theta < math.inf
         fits = fits and (self.prefix_inner > 0 if self.prefix_state else self.prefix_state == 0)
-        fits = fits and min(self.conv, self.selector, self.selector_top) >= 0 < self.conv_group
-        fits = fits and max(self.conv, self.selector, self.conv_group) < _LARGEST
+        later = (self.conv, self.selector, self.selector_top, self.refiner, self.refiner_inner, self.refiner_passes)
+        fits = fits and 0 <= min(later) <= max(later) < _LARGEST and self.conv_group > 0
         fits = fits and self.hidden_size % self.conv_group == 0
         fits = fits and bool(self.selector) <= self.selector_top <= self.draft_vocab_size
         fits = fits and 0 <= self.logit_cap < math.inf and -math.inf < self.embedding_scale < math.inf
@@ -188,7 +191,15 @@ def shapes(c: HeadConfig) -> Shapes:
         named["candidate_selector.predecessor_codebook"] = (c.vocab_size, c.selector)
         named["candidate_selector.successor_codebook"] = (c.draft_vocab_size, c.selector)
         named["candidate_selector.hidden_projection.weight"] = (c.selector, h)
-    return named
+    return named | (_refiner_shapes(c) if c.refiner else {})
+
+
+def _refiner_shapes(c: HeadConfig) -> Shapes:
+    r, inner, rows = c.refiner, c.refiner_inner, c.block_rows
+    parts = {"token_embed": (c.vocab_size, r), "down_h": (r, c.hidden_size), "down_g": (r, c.hidden_size)}
+    parts |= {"in_proj": (r, 3 * r), "mlp_gate": (inner, r), "mlp_up": (inner, r), "mlp_down": (r, inner)}
+    named: Shapes = {f"refiner_head.{n}.weight": shape for n, shape in parts.items()}
+    return named | {"refiner_head.readout.weight": (c.draft_vocab_size, r), "refiner_head.mix_l": (r, rows, rows)}
 
 
 def _input_shapes(c: HeadConfig) -> Shapes:

@@ -105,6 +105,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "dflash": {}, "dspark": {"markov": 5, "markov_kind": "rnn"},
     "domino": {"prefix_state": 6, "prefix_inner": 7, "prefix_from": 1},
     "dflash2": {"conv": 2, "conv_group": 8, "selector": 5, "selector_top": 6, "windows": (0, 7), "two_sided": True},
+    "xpress": {"refiner": 8, "refiner_inner": 12, "refiner_passes": 3},
 }  # fmt: skip
 
 
@@ -222,6 +223,8 @@ def plain(target: Transformer) -> dict[str, list[list[int]]]:
         ("dspark", CHAIN, "mixed"),
         ("domino", CHAIN, "mixed"),
         ("dflash2", CHAIN, "mixed"),
+        ("xpress", CHAIN, "mixed"),
+        ("xpress", DEEP, "mixed"),
         ("anchored", CHAIN, "mixed"),
         ("anchored", DEEP, "mixed"),
         ("block", CHAIN, "mixed"),

@@ -45,6 +45,7 @@ LAYERS, V, H, D, K = 8, 300, 32, 40, 6
 SEED = torch.Generator()
 PREFIX = {"projector_type": "domino", "gru_hidden_dim": 12, "emb_dim": 10, "pure_draft_prefix_len": 1}
 SELECTOR = {"conv_kernel_size": 3, "conv_group_size": 8, "selector_rank": 5, "selector_top_k": 6}
+REFINER = {"xpress_rank": 8, "xpress_mlp_ratio": 2, "num_jacobi_passes": 3}
 Config = dict[str, Any]
 Tensors = dict[str, Tensor]
 
@@ -314,9 +315,17 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
             shapes[f"{name}.kernel_projection.weight"] = (2 * taps * groups, H)
         shapes |= {f"candidate_selector.{side}_codebook": (V, wide) for side in ("predecessor", "successor")}
         shapes["candidate_selector.hidden_projection.weight"] = (wide, H)
+    if refiner := own.pop("xpress", None):
+        wide = refiner["xpress_rank"]
+        inner = wide * refiner["xpress_mlp_ratio"]
+        parts = {"token_embed": (V, wide), "down_h": (wide, H), "down_g": (wide, H), "in_proj": (wide, 3 * wide)}
+        parts |= {"mlp_gate": (inner, wide), "mlp_up": (inner, wide), "mlp_down": (wide, inner), "readout": (V, wide)}
+        shapes |= {f"refiner_head.{name}.weight": shape for name, shape in parts.items()}
+        shapes["refiner_head.mix_l"] = (wide, block, block)
     tensors = drawn(shapes)
+    last = ("o_proj.weight", "markov_w2.weight", "prefix_gru.weight_ih_l0", "embed_proj.2.weight", "readout.weight")
     for name in tensors if loud else ():  # masks are all alike: what they see has to matter
-        if name.endswith(("o_proj.weight", "markov_w2.weight", "prefix_gru.weight_ih_l0", "embed_proj.2.weight")):
+        if name.endswith(last):
             tensors[name] *= 8
         elif name.endswith(("q_norm.weight", "k_norm.weight")):
             tensors[name] *= 4
@@ -325,6 +334,7 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
     causal = own.get("dflash_config", {}).get("causal", False)
     flags = {"windows": windows or None, "causal": causal, "anchored": own.get("sample_from_anchor")}
     flags |= {"corrected_from": domino["pure_draft_prefix_len"]} if domino else {}
+    flags |= {"passes": refiner["num_jacobi_passes"]} if refiner else {}
     flags |= {"two_sided": own.get("is_causal") is False} | ({"top": later["selector_top_k"]} if later else {})
     keys = {"output_multiplier": "scale", "final_logit_softcapping": "cap", "input_embedding_scale": "embedding_scale"}
     flags |= {keys[key]: value for key, value in (later or {}).items() if key in keys}
@@ -335,6 +345,8 @@ def dflash(llama: Llama, to: Path, block: int = K + 1, loud: bool = True, **own:
     ids = {"mask_token_id": 9, "target_layer_ids": [0, 3, 7]} | own.pop("dflash_config", {}) | (domino or later or {})
     stated = {name: value for name, value in own.items() if value is not None}
     saved(to, flat | {"num_target_layers": LAYERS, "dflash_config": ids} | stated, tensors)
+    if refiner:
+        as_speculators(to, "xpress", **refiner)
     return reference
 
 
@@ -413,6 +425,19 @@ def dflash2_speculators(llama: Llama, to: Path, **own: Any) -> Any:
     return reference
 
 
+def xpress(llama: Llama, to: Path, passes: int = 3, anchored: bool = False, draft: int = V) -> Any:
+    """Fewer passes than places: what is drafted is not what tokens in order would be."""
+    words = REFINER | {"num_jacobi_passes": passes}
+    reference = dflash(llama, to, K + (not anchored), sample_from_anchor=anchored, xpress=words)
+    if draft == V:
+        return reference
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / WEIGHTS)
+    tensors["refiner_head.readout.weight"] = tensors["refiner_head.readout.weight"][:draft].contiguous()
+    tensors["d2t"] = torch.arange(draft) * V // draft - torch.arange(draft)
+    saved(to, data | {"draft_vocab_size": draft}, tensors)
+    return DFlash(llama, numbers(tensors), reference.sizes, [1, 4, 8], **reference.flags)
+
+
 def as_speculators(to: Path, kind: str, **own: Any) -> None:
     """The block drafter in a folder as speculators writes it: layer ids are boundaries."""
     data, tensors = json.loads((to / "config.json").read_text()), load_file(to / WEIGHTS)
@@ -427,6 +452,7 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "dflash_causal": lambda llama, to: dflash(llama, to, dflash_config={"causal": True}),
     "dspark": dspark, "domino": domino, "dflash2": dflash2, "dflash2_speculators": dflash2_speculators,
     "dflash2_causal": lambda llama, to: dflash2(llama, to, is_causal=None),
+    "xpress": xpress, "xpress_anchored": lambda llama, to: xpress(llama, to, K + 3, anchored=True, draft=D),
     "dspark_gated": lambda llama, to: dflash(llama, to, K, markov=5, markov_kind="gated", sample_from_anchor=True),
     "dspark_rnn": lambda llama, to: dflash(
         llama, to, markov=5, markov_kind="rnn", sample_from_anchor=False, dflash_config={"markov_head_type": "rnn"}
@@ -549,7 +575,10 @@ def opened(loaded: LLM, folder: Path, **options: Any) -> Any:
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("window", "own"),
-    [(0, {}), (6, {}), (0, {"domino": PREFIX}), (6, {"dflash2": SELECTOR | {"selector_top_k": V}, "is_causal": False})],
+    [
+        *[(0, {}), (6, {}), (0, {"domino": PREFIX}), (0, {"xpress": REFINER | {"num_jacobi_passes": 1}})],
+        (6, {"dflash2": SELECTOR | {"selector_top_k": V}, "is_causal": False}),
+    ],
 )
 def test_blocks_in_eight_bits_and_on_a_gpus_kernels(
     window: int, own: Config, llama: Llama, plain: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -631,6 +660,21 @@ def test_the_reference_of_convolutions_and_candidates_would_notice(llama: Llama,
     for change in ({"top": 1}, {"cap": 0.0}, {"scale": 1.0}, {"embedding_scale": 1.0}, {"two_sided": False}):
         other = DFlash(llama, right.w, right.sizes, [1, 4, 8], **right.flags | change)
         assert [other.draft(text, K) for text in texts] != chains, change
+
+
+def test_the_reference_of_passes_would_notice(llama: Llama, tmp_path: Path) -> None:
+    """Each part of XPress decides, and so do its passes, until they are as many as places."""
+    right, text = xpress(llama, tmp_path / "head"), [(57 * i * i + 3) % V for i in range(1, 9)]
+    chain = right.draft(text, K)
+    for name in right.w:
+        if "refiner_head" in name:
+            other = DFlash(llama, right.w | {name: -right.w[name]}, right.sizes, [1, 4, 8], **right.flags)
+            assert other.draft(text, K) != chain, name
+    by = {n: DFlash(llama, right.w, right.sizes, [1, 4, 8], **right.flags | {"passes": n}) for n in (0, 2, K, K + 1)}
+    chains = {n: other.draft(text, K) for n, other in by.items()}
+    assert chain not in (chains[0], chains[2], chains[K])
+    assert chains[K] == chains[K + 1]
+    assert right.draft([*text[:-2], 5, text[-1]], K) != chain, "the token before the last one is read"
 
 
 def test_our_own_head_is_read_as_a_foreign_one(target: Path, tmp_path: Path) -> None:
@@ -774,7 +818,8 @@ def test_which_reading_of_a_block_is_the_likeliest(llama: Llama, plain: LLM, tmp
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("speculators", "an EAGLE-3 head"), ("dflash2_speculators", "a DFlash2 drafter")]
+    ("name", "says"),
+    [("speculators", "an EAGLE-3 head"), ("dflash2_speculators", "a DFlash2 drafter"), ("xpress", "an XPress drafter")],
 )
 def test_the_doctor_says_what_a_head_is(name: str, says: str, llama: Llama, target: Path, tmp_path: Path) -> None:
     FORMATS[name](llama, tmp_path / "head")
@@ -981,18 +1026,24 @@ def test_heads_without_attention_are_checked_too(
 
 def spoilt_block(llama: Llama, to: Path, what: str) -> None:
     """A DFlash or P-EAGLE folder with one thing wrong."""
-    kinds = ("peagle", "dspark", "domino", "dflash2_speculators")
+    kinds = ("peagle", "dspark", "domino", "dflash2_speculators", "xpress")
     FORMATS[next((kind for kind in kinds if what.startswith(kind.split("_")[0])), "dflash")](llama, to)
     data, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
     own = data.get("dflash_config", {})
     changes = {"dflash2 taps": {"conv_kernel_size": 2}, "dflash2 groups": {"conv_group_size": 5},
                "dflash2 rank": {"selector_rank": 6}, "dflash2 none": {"selector_top_k": 0},
                "dflash2 crowd": {"selector_top_k": V + 1}, "dflash2 word": {"conv_group_size": "few"},
-               "dflash2 words": {"draft_vocab_size": D}}  # fmt: skip
+               "dflash2 words": {"draft_vocab_size": D}, "xpress backwards": {"num_jacobi_passes": -1},
+               "xpress rank": {"xpress_rank": 7}, "xpress ratio": {"xpress_mlp_ratio": 4},
+               "xpress block": {"block_size": K}, "xpress word": {"num_jacobi_passes": "few"}}  # fmt: skip
     if what in changes:
         data |= changes[what]
     elif what == "dflash2 lost":
         del tensors["candidate_selector.hidden_projection.weight"]
+    elif what == "xpress lost":
+        del tensors["refiner_head.mix_l"]
+    elif what == "xpress backbone":
+        tensors["layers.0.mlp_conv.base_kernel"] = torch.zeros(2, 3, H)
     elif what == "dflash2 kernel":
         tensors["layers.1.mlp_conv.base_kernel"] = torch.zeros(2, 3, H - 1)
     elif what.endswith("gap") and what != "domino gap":
@@ -1047,6 +1098,11 @@ SPOILT = {
     "dflash2 none": "fit together", "dflash2 crowd": "fit together", "dflash2 word": "ValueError",
     "dflash2 words": "no tensor 'd2t'", "dflash2 lost": "no tensor 'candidate_selector.hidden_projection.weight'",
     "dflash2 kernel": "'layers.1.mlp_conv.base_kernel' has the shape [2, 3, 31]",
+    "xpress backwards": "fit together", "xpress word": "ValueError", "xpress lost": "no tensor 'refiner_head.mix_l'",
+    "xpress rank": "'refiner_head.token_embed.weight' has the shape [300, 8] instead of [300, 7]",
+    "xpress ratio": "'refiner_head.mlp_gate.weight' has the shape [16, 8] instead of [32, 8]",
+    "xpress block": "'refiner_head.mix_l' has the shape [8, 7, 7] instead of [8, 6, 6]",
+    "xpress backbone": "'midlayer.mlp_conv.base_kernel' that no head known",
     "peagle gap": "no tensor 'layers.1.mlp.up_proj.weight'", "peagle width": "'mask_hidden' has the shape",
     "peagle mask": "without 'mask_hidden'", "peagle token": "mask_token_id", "no mask": "(mask_token_id)",
     "mask outside": "the mask 300", "fewer taps": "names 2 layers of its target, but its fc.weight reads 3",

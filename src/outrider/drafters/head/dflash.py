@@ -5,9 +5,9 @@ directly, once. A block is the last committed token and masks behind it, at thei
 context and to the whole block (in causal layers: to the rows before them), and a mask predicts the token of its own
 position; in an anchored block every row, the first one too, predicts the token after its own. DSpark adds a term for
 the token before, Domino one for all tokens of the block so far, DFlash2 chooses among a few candidates by the token
-before: so tokens are chosen from left to right. DFlash2 also puts convolutions around attention and MLP. Block rows
-live in scratch slots that no sequence owns; where a sequence reaches its greatest length, a block is cut. It knows
-rows, planes and states, not files.
+before: so tokens are chosen from left to right. DFlash2 also puts convolutions around attention and MLP. XPress
+corrects all places at once, in passes. Block rows live in scratch slots that no sequence owns; where a sequence reaches
+its greatest length, a block is cut. It knows rows, planes and states, not files.
 """
 
 from __future__ import annotations
@@ -51,6 +51,13 @@ class Term:
 
     def __init__(self, head: DFlashHead) -> None:
         self.compute, self.stream = head.compute, head.stream
+
+    def whole(self, scores: Tensor, hidden: Tensor, last: Tensor) -> Tensor:
+        """Scores [b, n, D] of whole blocks, before any token of them is chosen.
+
+        hidden [b, s, H]: all of their rows; last [b, 2]: the tokens before the first row and at it.
+        """
+        return scores
 
     def step(
         self, scores: Tensor, hidden: Tensor, before: Tensor, state: Tensor | None, place: int
@@ -145,6 +152,39 @@ class SelectorTerm(Term):
         return none.scatter(1, index, best + follows.to(scores.dtype)), state
 
 
+class RefinerTerm(Term):
+    """XPress's: places are corrected by the tokens before them in the block, as the last pass guessed them. So passes
+    settle one place after the other, at least; what is chosen in the end changes nothing."""
+
+    def __init__(self, head: DFlashHead) -> None:
+        super().__init__(head)
+        at, products = "refiner_head", ("down_h", "down_g", "in_proj", "mlp_down", "readout")
+        named = (head._product(f"refiner_{name}", f"{at}.{name}.weight") for name in products)
+        self.row, self.mean, self.joint, self.down, self.readout = named  # [r, H] twice, [r, 3r], [r, i], [D, r]
+        self.gate_up = head._product("refiner_gate_up", f"{at}.mlp_gate.weight", f"{at}.mlp_up.weight")  # [2 i, r]
+        self.tokens: Tensor = head._tensors[f"{at}.token_embed.weight"].to(head.device)  # [V, r]
+        self.mix: Tensor = head._tensors[f"{at}.mix_l"].to(head.device, self.stream).tril()  # [r, s, s]
+        self.ids, self.passes = head.device_ids, head.config.refiner_passes
+
+    def whole(self, scores: Tensor, hidden: Tensor, last: Tensor) -> Tensor:
+        (b, s, _), n = hidden.shape, scores.shape[1]
+        mean = self._run(self.mean, hidden.to(self.stream).mean(1))[:, None].expand(b, s, -1)  # [b, s, r]
+        row = self._run(self.row, hidden.flatten(0, 1)).view(b, s, -1)
+        shown, known, first = torch.cat([row, mean], 2).flatten(0, 1), last[:, n - s - 1 :], scores
+        for _ in range(min(self.passes, n)):  # after n of them nothing changes
+            before = torch.cat([known, self.ids[scores.argmax(-1)][:, :-1]], 1)  # [b, s]
+            scores = first + self._corrections(before, shown)[:, s - n :].to(first.dtype)
+        return scores
+
+    def _corrections(self, before: Tensor, shown: Tensor) -> Tensor:
+        """Of all rows' scores [b, s, D]; before [b, s]: the tokens before them; shown [b s, 2 r]: rows and means."""
+        s = before.shape[1]
+        x = self._run(self.joint, shown, self.tokens[before].flatten(0, 1)).view(*before.shape, -1)  # [b, s, r]
+        x = (x + torch.einsum("ckj,bjc->bkc", self.mix[:, :s, :s], x)).flatten(0, 1)
+        x = x + self._run(self.down, self.gate_up.gated(x.to(self.compute)))
+        return self._run(self.readout, x).view(*before.shape, -1)
+
+
 class Convolution:
     """DFlash2's, on both sides of attention or an MLP: each channel of a row takes in its own in the rows before it in
     the block, by weights of the layer and, for each group of channels, what the row itself adds to them."""
@@ -191,6 +231,7 @@ class DFlashHead(Head):
         self._tensors = tensors
         terms: list[tuple[int, type[Term]]] = [
             (config.markov, PairTerm), (config.prefix_state, PrefixTerm), (config.selector, SelectorTerm),
+            (config.refiner, RefinerTerm),
         ]  # fmt: skip
         self.term = next((term for width, term in terms if width), Term)(self)
         names = [[convolution_name(i, part) for part in ("attention", "mlp")] for i in range(config.layers)]
@@ -234,7 +275,7 @@ class DFlashHead(Head):
 
     @torch.inference_mode()
     def blocks(self, rows: Rows, causal: Rows, plane: Plane, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores of the wanted rows [R, D], and these rows after the last norm [R, H].
+        """Scores of the wanted rows [R, D], and all rows after the last norm [T, H].
 
         causal: the same rows, seeing only those before them; places [T]: each row's in its block, the first one's is 0.
         """
@@ -249,8 +290,8 @@ class DFlashHead(Head):
             around, beside = self.convolutions[i]
             x, delta = self._sublayer(x, delta, layer.attention_norm, around, places, attend)
             x, delta = self._sublayer(x, delta, layer.mlp_norm, beside, places, partial(_mlp, layer))
-        h = ops.add_norm(x, delta, self.norm, c.norm_eps, self.compute)[rows.want]
-        scores = summed(self.head(h)).to(self.stream) * c.logit_scale
+        h = ops.add_norm(x, delta, self.norm, c.norm_eps, self.compute)
+        scores = summed(self.head(h[rows.want])).to(self.stream) * c.logit_scale
         return scores if not c.logit_cap else c.logit_cap * torch.tanh(scores / c.logit_cap), h
 
     def _sublayer(
@@ -288,6 +329,7 @@ class Block(NamedTuple):
     slots: list[int]
 
 
+@torch.inference_mode()
 def score_blocks(head: DFlashHead, blocks: list[Block], cache: Cache, plane: Plane) -> list[tuple[Tensor, Tensor]]:
     """Scores of the tokens that each block predicts, [n, D] each, on the host, and their rows [n, H], from one pass."""
     rows, causal, anchored = BatchBuilder(cache), BatchBuilder(cache), head.config.anchored
@@ -299,8 +341,13 @@ def score_blocks(head: DFlashHead, blocks: list[Block], cache: Cache, plane: Pla
     places = torch.cat([torch.arange(len(block.slots)) for block in blocks])  # [T]
     rows.want = causal.want = (places >= (not anchored)).nonzero().flatten().tolist()
     scores, hidden = head.blocks(rows_of(rows), rows_of(causal), plane, places)
-    each = [len(block.slots) - (not anchored) for block in blocks]
-    return list(zip(scores.cpu().split(each), hidden.split(each), strict=True))
+    sizes, found = [len(block.slots) for block in blocks], list[tuple[Tensor, Tensor]]()
+    parts = zip(blocks, scores.split([size - (not anchored) for size in sizes]), hidden.split(sizes), strict=True)
+    for block, own, states in parts:
+        last = torch.tensor([block.seq.tokens[block.at - 1 : block.at + 1]], device=head.device)  # [1, 2]
+        whole = head.term.whole(own[None], states[None], last)[0]
+        found.append((whole.cpu(), states[len(states) - len(own) :]))
+    return found
 
 
 class DFlashRollout(HeadRollout):

@@ -68,16 +68,18 @@ class _Blocks(HeadPass):
 
     def more(self) -> dict[str, Field]:
         n = self.shape.wanted * self.heads.size
-        return {"block_tokens": (I64, (n,)), "block_positions": (I64, (n,)), "block_info": (I32, (n, 8))}
+        fields: dict[str, Field] = {"block_tokens": (I64, (n,)), "block_positions": (I64, (n,))}
+        return fields | {"block_info": (I32, (n, 8)), "block_last": (I64, (self.shape.wanted, 2))}
 
     def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
         s, length = self.heads.size, self.heads.state.cache.length
-        for name in ("block_tokens", "block_positions", "block_info"):
+        for name in ("block_tokens", "block_positions", "block_info", "block_last"):
             a[name].fill(0)
         for i, (seq, line) in enumerate(zip(seqs, lines_of(self.heads, seqs), strict=True)):
             at, first = len(seq.tokens) - 1, i * s
             rows = min(s, length - at)
             a["block_tokens"][first], here = seq.tokens[-1], np.arange(rows)
+            a["block_last"][i] = seq.tokens[-2:]
             a["block_positions"][first : first + rows] = at + here
             a["block_info"][first : first + rows, 1:5] = (1, line, at, at + rows)
             a["block_info"][first : first + rows, 0] = first + here
@@ -87,14 +89,15 @@ class _Blocks(HeadPass):
         return self.shape.wanted * self.heads.each
 
     def _scores(self) -> Tensor:
-        d, heads = self.form.device, self.heads
+        d, heads, b = self.form.device, self.heads, self.shape.wanted
         self._first()  # the context
         upto = d["block_info"].clone()  # each row sees the block up to itself
         upto[:, 4] = torch.minimum(upto[:, 4], upto[:, 3] + 1 + self.places)
         whole, causal = (self._rows(info) for info in (d["block_info"], upto))
-        scores: Tensor
-        scores, self.hidden = heads.head.blocks(whole, causal, heads.graphs.plane, self.places)  # [R, D], [R, H]
-        return scores
+        scores, hidden = heads.head.blocks(whole, causal, heads.graphs.plane, self.places)  # [R, D], [b s, H]
+        each, self.hidden = (rows.view(b, -1, rows.shape[1]) for rows in (scores, hidden))  # [b, each, D], [b, s, H]
+        corrected: Tensor = heads.head.term.whole(each, self.hidden, d["block_last"])
+        return corrected.flatten(0, 1)
 
     def _rows(self, info: Tensor) -> Rows:
         d, state, at = self.form.device, self.heads.state, self.slots
@@ -113,7 +116,8 @@ class BlockPass(MaskPass, _Blocks):
         term, b = self.heads.head.term, self.shape.wanted
         if not term.in_order:
             return super()._chosen(scores, laws)
-        each, hidden = (rows.view(b, -1, rows.shape[1]) for rows in (scores, self.hidden))  # [b, each, D], [b, each, H]
+        each = scores.view(b, -1, scores.shape[1])  # [b, each, D]
+        hidden = self.hidden[:, -each.shape[1] :]  # [b, each, H]
         tokens, chain, state = self.form.device["block_tokens"].view(b, -1)[:, 0], [], None  # [b]
         for j in range(each.shape[1]):
             given, state = term.step(each[:, j], hidden[:, j], tokens, state, j)
