@@ -56,10 +56,14 @@ _BLOCKS = {
     "DSparkDraftModel": "a DSpark drafter", "Qwen3DSparkModel": "a DSpark drafter",
     "dspark": "a DSpark drafter in the speculators format", "DominoDraftModel": "a Domino drafter",
     "DFlash2DraftModel": "a DFlash2 drafter", "dflash2": "a DFlash2 drafter in the speculators format",
-    "xpress": "an XPress drafter in the speculators format",
+    "xpress": "an XPress drafter in the speculators format", "Qwen3XPressModel": "an XPress drafter",
 }  # fmt: skip
 _REFUSED = {"mtp": "MTP", "DFlashLinearDraftModel": "DFlash linear"}
-_DFLASH2 = ("dflash2", "DFlash2DraftModel")
+_DFLASH2, _XPRESS = ("dflash2", "DFlash2DraftModel"), ("xpress", "Qwen3XPressModel")
+_REFINER_NAMES = {  # those of XPress's authors: speculators'
+    "w1.weight": "token_embed.weight", "w2.weight": "readout.weight", "mix.L": "mix_l",
+    **{f"mlp.{part}_proj.weight": f"mlp_{part}.weight" for part in ("gate", "up", "down")},
+}  # fmt: skip
 _PARALLEL = "PEagleDraftModel"  # SpecForge's P-EAGLE
 _LONGEST_BLOCK = 64  # as many as there are scratch slots for one sequence on a GPU
 _PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "*.bin", "*.pt")
@@ -466,7 +470,7 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     nested = data.get("transformer_layer_config")
     own = dict(data.get("dflash_config") or data.get("dspark_config") or {})
     sizes = dict(data) | (dict(nested) if nested else {}) | own
-    named = {re.sub(r"^logit_head\.", "", name): tensor for name, tensor in _eagle_names(tensors, where).items()}
+    named = {_block_name(name): tensor for name, tensor in _eagle_names(tensors, where).items()}
     if "hidden_norm.weight" in named:
         named[f"{FIRST}hidden_norm.weight"] = named.pop("hidden_norm.weight")
     named = {name: tensor for name, tensor in named.items() if not name.startswith("confidence_head.")}
@@ -493,6 +497,14 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     return PublishedHead(name, readings, _complete(first, named, where))
 
 
+def _block_name(name: str) -> str:
+    """Under speculators' names."""
+    prefix, _, part = name.partition(".")
+    if prefix == "xpress_head":
+        return f"refiner_head.{_REFINER_NAMES.get(part, part)}"
+    return part if prefix == "logit_head" else name
+
+
 def _markov_kind(sizes: Mapping[str, Any], named: Mapping[str, Tensor], where: str) -> str:
     """Which variant of DSpark's term a file has, as it says or as its tensors show."""
     found = next((kind for kind, part in MARKOV_PARTS.items() if f"markov_head.{part}.weight" in named), "")
@@ -514,15 +526,16 @@ def _prefix_state(kind: str, sizes: Mapping[str, Any], named: Mapping[str, Tenso
 
 def _variant(kind: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """DFlash2's convolutions and selector, XPress's refiner."""
-    keys: dict[str, tuple[str, int]] = {}
     if kind in _DFLASH2:
         keys = {"conv": ("conv_kernel_size", 2), "conv_group": ("conv_group_size", 16)}
         keys |= {"selector": ("selector_rank", 256), "selector_top": ("selector_top_k", 16)}
-    elif kind == "xpress":
-        keys = {"refiner": ("xpress_rank", 256), "refiner_passes": ("num_jacobi_passes", 6)}
-        keys |= {"refiner_inner": ("xpress_mlp_ratio", 2)}
-    given = {name: int(sizes.get(key, default)) for name, (key, default) in keys.items()}
-    return given | ({"refiner_inner": given["refiner"] * given["refiner_inner"]} if "refiner" in given else {})
+        return {name: int(sizes.get(key, default)) for name, (key, default) in keys.items()}
+    if kind not in _XPRESS:
+        return {}
+    rank = int(sizes.get("xpress_rank", 256))
+    inner = sizes.get("xpress_mlp_hidden", rank * int(sizes.get("xpress_mlp_ratio", 2)))
+    passes = sizes.get("xpress_num_passes", sizes.get("num_jacobi_passes", 6))
+    return {"refiner": rank, "refiner_inner": int(inner), "refiner_passes": int(passes)}
 
 
 def _both_sides(kind: str, sizes: Mapping[str, Any], size: int, windows: tuple[int, ...]) -> dict[str, Any]:

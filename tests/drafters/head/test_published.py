@@ -438,6 +438,22 @@ def xpress(llama: Llama, to: Path, passes: int = 3, anchored: bool = False, draf
     return DFlash(llama, numbers(tensors), reference.sizes, [1, 4, 8], **reference.flags)
 
 
+def xpress_released(llama: Llama, to: Path) -> Any:
+    """Its authors': one flat configuration, other names."""
+    reference = xpress(llama, to, 2)
+    data, tensors = json.loads((to / "config.json").read_text()), load_file(to / WEIGHTS)
+    names = {"token_embed.weight": "w1.weight", "readout.weight": "w2.weight", "mix_l": "mix.L"}
+    names |= {f"mlp_{part}.weight": f"mlp.{part}_proj.weight" for part in ("gate", "up", "down")}
+    for name in [name for name in tensors if name.startswith("refiner_head.")]:
+        part = name.removeprefix("refiner_head.")
+        tensors[f"xpress_head.{names.get(part, part)}"] = tensors.pop(name)
+    flat = data["transformer_layer_config"] | {"architectures": ["Qwen3XPressModel"], "num_target_layers": LAYERS}
+    flat |= {"dflash_config": {"mask_token_id": 9, "target_layer_ids": [0, 3, 7]}, "sample_from_anchor": False}
+    own = {"block_size": K + 1, "xpress_rank": 8, "xpress_mlp_hidden": 16, "xpress_num_passes": 2}
+    saved(to, flat | own, tensors)
+    return reference
+
+
 def as_speculators(to: Path, kind: str, **own: Any) -> None:
     """The block drafter in a folder as speculators writes it: layer ids are boundaries."""
     data, tensors = json.loads((to / "config.json").read_text()), load_file(to / WEIGHTS)
@@ -452,7 +468,8 @@ FORMATS: dict[str, Callable[[Llama, Path], Any]] = {
     "dflash_causal": lambda llama, to: dflash(llama, to, dflash_config={"causal": True}),
     "dspark": dspark, "domino": domino, "dflash2": dflash2, "dflash2_speculators": dflash2_speculators,
     "dflash2_causal": lambda llama, to: dflash2(llama, to, is_causal=None),
-    "xpress": xpress, "xpress_anchored": lambda llama, to: xpress(llama, to, K + 3, anchored=True, draft=D),
+    "xpress": xpress, "xpress_released": xpress_released,
+    "xpress_anchored": lambda llama, to: xpress(llama, to, K + 3, anchored=True, draft=D),
     "dspark_gated": lambda llama, to: dflash(llama, to, K, markov=5, markov_kind="gated", sample_from_anchor=True),
     "dspark_rnn": lambda llama, to: dflash(
         llama, to, markov=5, markov_kind="rnn", sample_from_anchor=False, dflash_config={"markov_head_type": "rnn"}
