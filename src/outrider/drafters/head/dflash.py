@@ -163,7 +163,8 @@ class RefinerTerm(Term):
         self.row, self.mean, self.joint, self.down, self.readout = named  # [r, H] twice, [r, 3r], [r, i], [D, r]
         self.gate_up = head._product("refiner_gate_up", f"{at}.mlp_gate.weight", f"{at}.mlp_up.weight")  # [2 i, r]
         self.tokens: Tensor = head._tensors[f"{at}.token_embed.weight"].to(head.device)  # [V, r]
-        self.mix: Tensor = head._tensors[f"{at}.mix_l"].to(head.device, self.stream).tril()  # [r, s, s]
+        mix: Tensor = head._tensors[f"{at}.mix_l"].to(head.device, self.stream).tril()  # [r, s, s]
+        self.mix = mix.permute(1, 2, 0).contiguous()  # [s, s, r] what a row takes from those up to it
         self.ids, self.passes = head.device_ids, head.config.refiner_passes
 
     def whole(self, scores: Tensor, hidden: Tensor, last: Tensor) -> Tensor:
@@ -180,7 +181,7 @@ class RefinerTerm(Term):
         """Of all rows' scores [b, s, D]; before [b, s]: the tokens before them; shown [b s, 2 r]: rows and means."""
         s = before.shape[1]
         x = self._run(self.joint, shown, self.tokens[before].flatten(0, 1)).view(*before.shape, -1)  # [b, s, r]
-        x = (x + torch.einsum("ckj,bjc->bkc", self.mix[:, :s, :s], x)).flatten(0, 1)
+        x = (x + (self.mix[:s, :s] * x[:, None]).sum(2)).flatten(0, 1)
         x = x + self._run(self.down, self.gate_up.gated(x.to(self.compute)))
         return self._run(self.readout, x).view(*before.shape, -1)
 
