@@ -226,8 +226,10 @@ class Mtp(NormedEagle1):
 
 class DFlash:
     """A block of masks that see each other, over keys and values of the target's fused states. `flags`: block, mask (a
-    token), causal, windows (by layer), anchored (the first row predicts too, and each one the token after its own), and
-    corrected_from for Domino (the first token of a draft that its state over the tokens before corrects)."""
+    token), causal, windows (by layer), two_sided (these end at the block, which every row sees), anchored (the first
+    row predicts too, and each one the token after its own), corrected_from for Domino (the first token of a draft that
+    its state over the tokens before corrects), top for DFlash2 (candidates), passes for XPress, scale, cap and
+    embedding_scale."""
 
     def __init__(self, target: Llama, w: Weights, sizes: dict[str, Any], boundaries: list[int], **flags: Any) -> None:
         self.target, self.sizes, self.boundaries, self.flags = target, sizes, boundaries, flags
@@ -253,8 +255,9 @@ class DFlash:
         window = (self.flags.get("windows") or [0] * s["num_hidden_layers"])[i]
         mixed = []
         for j, row in enumerate(rows):
-            stop = n + j + 1 if window or self.flags.get("causal") else len(seen)
-            visible = range(max(0, stop - window) if window else 0, stop)
+            ends_here = self.flags.get("causal") or (window and not self.flags.get("two_sided"))
+            stop = n + j + 1 if ends_here else len(seen)
+            visible = range(max(0, (stop if ends_here else n) - window) if window else 0, stop)
             q, out = self.heads("q", i, row, n + j), []
             for head in range(len(q)):
                 group = head // (len(q) // len(keys[0]))
@@ -271,12 +274,47 @@ class DFlash:
         fused = [w["fc.weight"] @ np.concatenate([row[b] for b in self.boundaries]) for row in states]
         context = [rms(one, w["hidden_norm.weight"], eps) for one in fused]
         rows = [self.embedding[tokens[-1]], *[self.mask] * (self.flags["block"] - 1)]
+        rows = [self.flags.get("embedding_scale", 1.0) * x for x in rows]
         for i in range(self.sizes["num_hidden_layers"]):
             at = f"layers.{i}"
-            added = self.attention(i, [rms(x, w[f"{at}.input_layernorm.weight"], eps) for x in rows], context)
-            rows = [x + y for x, y in zip(rows, added, strict=True)]
-            rows = [x + mlp(w, at, rms(x, w[f"{at}.post_attention_layernorm.weight"], eps)) for x in rows]
+            inner: list[tuple[str, str, Any]] = [
+                ("input_layernorm", "attention_conv", lambda given, i=i: self.attention(i, given, context)),
+                ("post_attention_layernorm", "mlp_conv", lambda given, at=at: [mlp(w, at, x) for x in given]),
+            ]
+            for norm, name, run in inner:
+                added = self.convolved(f"{at}.{name}", [rms(x, w[f"{at}.{norm}.weight"], eps) for x in rows], run)
+                rows = [x + y for x, y in zip(rows, added, strict=True)]
         return [rms(x, w["norm.weight"], eps) for x in rows]
+
+    def convolved(self, name: str, rows: list[Array], run: Any) -> list[Array]:
+        """What `run` makes of rows, for DFlash2 with a convolution before it and one after it."""
+        if f"{name}.base_kernel" not in self.w:
+            return list(run(rows))
+        base, projection = self.w[f"{name}.base_kernel"], self.w[f"{name}.kernel_projection.weight"]
+        own = [(projection @ x).reshape(2, base.shape[1], -1) for x in rows]
+        size = base.shape[2] // own[0].shape[2]
+
+        def mixed(side: int, given: list[Array]) -> list[Array]:
+            return [
+                sum((base[side, t] + np.repeat(own[j][side, t], size)) * given[j - t]
+                    for t in range(min(base.shape[1], j + 1)))
+                for j in range(len(given))
+            ]  # fmt: skip
+
+        return mixed(1, run(mixed(0, rows)))
+
+    def scores(self, row: Array) -> Array:
+        scores, cap = self.flags.get("scale", 1.0) * (self.output @ row), self.flags.get("cap", 0.0)
+        return cap * np.tanh(scores / cap) if cap else scores
+
+    def selected(self, scores: Array, row: Array, before: int) -> Array:
+        """DFlash2's choice among the best, by the token before."""
+        part = {name: self.w[f"candidate_selector.{name}"] for name in ("predecessor_codebook", "successor_codebook")}
+        seen = part["predecessor_codebook"][before] * (self.w["candidate_selector.hidden_projection.weight"] @ row)
+        best = np.argsort(-scores)[: self.flags["top"]]
+        others = np.full(len(scores), -np.inf)
+        others[best] = scores[best] + part["successor_codebook"][best] @ seen
+        return others
 
     def with_bias(self, name: str, parts: list[Array]) -> Array:
         """Of DSpark's term."""
@@ -293,12 +331,35 @@ class DFlash:
             state = (1 - keep) * np.tanh(new[2] + reset * old[2]) + keep * state
         return state
 
+    def refined(self, tokens: list[int]) -> list[int]:
+        """XPress's block: what its passes find, one after the other."""
+        rows, w = self.hidden(tokens), {n.removeprefix("refiner_head."): t for n, t in self.w.items()}
+        scores, mean, shift = [self.scores(row) for row in rows], np.mean(rows, 0), not self.flags.get("anchored")
+        guess = [int(self.ids[int(np.argmax(one))]) for one in scores]
+        for _ in range(self.flags["passes"]):
+            before = [tokens[-2], tokens[-1], *guess[1:-1]] if shift else [tokens[-1], *guess[:-1]]
+            given = [
+                w["in_proj.weight"] @ np.concatenate(
+                    [w["down_h.weight"] @ row, w["down_g.weight"] @ mean, w["token_embed.weight"][token]]
+                )
+                for row, token in zip(rows, before, strict=True)
+            ]  # fmt: skip
+            for i, one in enumerate(scores):
+                x = given[i] + sum(w["mix_l"][:, i, j] * given[j] for j in range(i + 1))
+                x = x + w["mlp_down.weight"] @ (silu(w["mlp_gate.weight"] @ x) * (w["mlp_up.weight"] @ x))
+                guess[i] = int(self.ids[int(np.argmax(one + w["readout.weight"] @ x))])
+        return guess[shift:]
+
     def draft(self, tokens: list[int], k: int) -> list[int]:
+        if "refiner_head.mix_l" in self.w:
+            return self.refined(tokens)[:k]
         chain: list[int] = []
         first, markov = 0 if self.flags.get("anchored") else 1, "markov_head.markov_w1.weight" in self.w
         state = np.zeros(self.w["markov_head.markov_w1.weight"].shape[1] if markov else 0)
         for row in self.hidden(tokens)[first : first + k]:
-            scores, before = self.output @ row, [*tokens, *chain][-1]
+            scores, before = self.scores(row), [*tokens, *chain][-1]
+            if "candidate_selector.predecessor_codebook" in self.w:
+                scores = self.selected(scores, row, before)
             if "prefix_gru.weight_hh_l0" in self.w and len(chain) >= self.flags["corrected_from"]:
                 both = np.concatenate([row, self.prefix([tokens[-1], *chain])])
                 scores = scores + self.w["embed_proj.2.weight"] @ silu(self.w["embed_proj.0.weight"] @ both)

@@ -1,10 +1,11 @@
 """Drafters that others have published: what a folder holds, as a configuration and tensors under our names.
 
 It reads EAGLE-3 (SafeAILab, SpecForge, NVIDIA, AngelSlim), the speculators format (eagle3, peagle, dflash, mtp, …),
-DFlash, DSpark and Domino, EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns complete and
-consistent tensors or raises a sentence that names what is wrong; pickled weights are read without running what is in
-them. Files of the same kind follow different conventions without saying which: then there are several readings, the
-likeliest first, and `drafters.head` tries them. It knows names, shapes and conventions, not what a head computes.
+DFlash, DFlash2, DSpark, Domino and XPress, EAGLE-1 and 2, Medusa and MLP speculators. Promise: `read_published` returns
+complete and consistent tensors or raises a sentence that names what is wrong; pickled weights are read without running
+what is in them. Files of the same kind follow different conventions without saying which: then there are several
+readings, the likeliest first, and `drafters.head` tries them. It knows names, shapes and conventions, not what a head
+computes.
 """
 
 from __future__ import annotations
@@ -56,8 +57,15 @@ _BLOCKS = {
     "DFlashDraftModel": "a DFlash drafter", "dflash": "a DFlash drafter in the speculators format",
     "DSparkDraftModel": "a DSpark drafter", "Qwen3DSparkModel": "a DSpark drafter",
     "dspark": "a DSpark drafter in the speculators format", "DominoDraftModel": "a Domino drafter",
+    "DFlash2DraftModel": "a DFlash2 drafter", "dflash2": "a DFlash2 drafter in the speculators format",
+    "xpress": "an XPress drafter in the speculators format", "Qwen3XPressModel": "an XPress drafter",
 }  # fmt: skip
-_REFUSED = {"DFlash2DraftModel": "DFlash2", "DFlashLinearDraftModel": "DFlash linear"}
+_REFUSED = {"DFlashLinearDraftModel": "DFlash linear"}
+_DFLASH2, _XPRESS = ("dflash2", "DFlash2DraftModel"), ("xpress", "Qwen3XPressModel")
+_REFINER_NAMES = {  # those of XPress's authors: speculators'
+    "w1.weight": "token_embed.weight", "w2.weight": "readout.weight", "mix.L": "mix_l",
+    **{f"mlp.{part}_proj.weight": f"mlp_{part}.weight" for part in ("gate", "up", "down")},
+}  # fmt: skip
 _PARALLEL = "PEagleDraftModel"  # SpecForge's P-EAGLE
 _LONGEST_BLOCK = 64  # as many as there are scratch slots for one sequence on a GPU
 _PICKLES = ("pytorch_model*.bin", "medusa_lm_head.pt", "*.bin", "*.pt")
@@ -357,7 +365,7 @@ def _speculators(data: Mapping[str, Any], tensors: dict[str, Tensor], target: Mo
     if algorithm in ("eagle", "mtp"):
         return _layer_in_speculators(data, tensors, target, where)
     if algorithm not in ("eagle3", "peagle"):
-        known = "eagle, eagle3, peagle, mtp, dflash and dspark"
+        known = "eagle, eagle3, peagle, mtp, dflash, dflash2, dspark and xpress"
         raise ModelError(f"{where} is a '{algorithm}' drafter in the speculators format; {known} are read.")
     named = _eagle_names(tensors, where)
     base = _eagle3(dict(data["transformer_layer_config"]) | _top_level(data), named)
@@ -494,13 +502,13 @@ def _windows(data: Mapping[str, Any], layers: int) -> tuple[int, ...]:
 
 
 def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelConfig, where: str) -> PublishedHead:
-    """DFlash, DSpark and Domino, as z-lab and SpecForge write them (layer ids name outputs) or speculators
-    (boundaries)."""
+    """DFlash, DFlash2, DSpark, Domino and XPress, as z-lab and SpecForge write them (layer ids name outputs) or
+    speculators (boundaries)."""
     kind = next(name for name in _kind_names(data) if name in _BLOCKS)
     nested = data.get("transformer_layer_config")
     own = dict(data.get("dflash_config") or data.get("dspark_config") or {})
     sizes = dict(data) | (dict(nested) if nested else {}) | own
-    named = {re.sub(r"^logit_head\.", "", name): tensor for name, tensor in _eagle_names(tensors, where).items()}
+    named = {_block_name(name): tensor for name, tensor in _eagle_names(tensors, where).items()}
     if "hidden_norm.weight" in named:
         named[f"{FIRST}hidden_norm.weight"] = named.pop("hidden_norm.weight")
     named = {name: tensor for name, tensor in named.items() if not name.startswith("confidence_head.")}
@@ -516,7 +524,8 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
         base, kind=DFLASH, mask_token=int(mask or 0), own_mask="mask_embedding" in named,
         causal=bool(sizes.get("causal") or sizes.get("is_causal")), markov=0 if markov is None else markov.shape[-1],
         norm_before_residual=False, norm_output=False, **_prefix_state(kind, sizes, named),
-        markov_kind=_markov_kind(sizes, named, where),
+        markov_kind=_markov_kind(sizes, named, where), **_scales(sizes), **_variant(kind, sizes),
+        **_both_sides(kind, sizes, size, base.windows), target_name=_verifier(data),
         taps=_block_taps(data, own, nested is not None, len(base.taps), target, where),
     )  # fmt: skip
     readings = _block_readings(base, size, sizes.get("sample_from_anchor", sizes.get("shift_label")))
@@ -524,6 +533,14 @@ def _dflash(data: Mapping[str, Any], tensors: dict[str, Tensor], target: ModelCo
     assert isinstance(first, HeadConfig)
     name = _BLOCKS["DominoDraftModel" if first.prefix_state else kind]
     return PublishedHead(name, readings, _complete(first, named, where))
+
+
+def _block_name(name: str) -> str:
+    """Under speculators' names."""
+    prefix, _, part = name.partition(".")
+    if prefix == "xpress_head":
+        return f"refiner_head.{_REFINER_NAMES.get(part, part)}"
+    return part if prefix == "logit_head" else name
 
 
 def _markov_kind(sizes: Mapping[str, Any], named: Mapping[str, Tensor], where: str) -> str:
@@ -543,6 +560,35 @@ def _prefix_state(kind: str, sizes: Mapping[str, Any], named: Mapping[str, Tenso
         return {}
     state, inner = int(sizes["gru_hidden_dim"]), int(sizes["emb_dim"])
     return {"prefix_state": state, "prefix_inner": inner, "prefix_from": int(sizes.get("pure_draft_prefix_len") or 0)}
+
+
+def _variant(kind: str, sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """DFlash2's convolutions and selector, XPress's refiner."""
+    if kind in _DFLASH2:
+        keys = {"conv": ("conv_kernel_size", 2), "conv_group": ("conv_group_size", 16)}
+        keys |= {"selector": ("selector_rank", 256), "selector_top": ("selector_top_k", 16)}
+        return {name: int(sizes.get(key, default)) for name, (key, default) in keys.items()}
+    if kind not in _XPRESS:
+        return {}
+    rank = int(sizes.get("xpress_rank", 256))
+    inner = sizes.get("xpress_mlp_hidden", rank * int(sizes.get("xpress_mlp_ratio", 2)))
+    passes = sizes.get("xpress_num_passes", sizes.get("num_jacobi_passes", 6))
+    return {"refiner": rank, "refiner_inner": int(inner), "refiner_passes": int(passes)}
+
+
+def _both_sides(kind: str, sizes: Mapping[str, Any], size: int, windows: tuple[int, ...]) -> dict[str, Any]:
+    """Whether rows of layers with windows see their whole block, and the windows with it: theirs begin at its first
+    row."""
+    both = sizes.get("sliding_window_non_causal")
+    both = kind == "dflash2" or sizes.get("is_causal") is False if both is None else bool(both)
+    return {"two_sided": True, "windows": tuple(w and w + size for w in windows)} if both else {}
+
+
+def _scales(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What z-lab's files state of the target's embedding and scores."""
+    keys = {"logit_scale": ("output_multiplier", 1.0), "logit_cap": ("final_logit_softcapping", 0.0)}
+    keys |= {"embedding_scale": ("input_embedding_scale", 1.0)}
+    return {name: float(sizes[key] or default) for name, (key, default) in keys.items() if key in sizes}
 
 
 def _block_readings(base: HeadConfig, size: int, anchored: bool | None) -> tuple[Reading, ...]:

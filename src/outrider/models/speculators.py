@@ -32,7 +32,7 @@ KINDS = {"eagle3": "eagle3", "block": "peagle", "exit": "exit"}  # Outrider's ->
 EAGLE3 = "eagle3"  # continues from its own outputs, token by token
 EAGLE1 = "eagle1"  # EAGLE-1, EAGLE-2, HASS and MTP in folders: read from what others have published, never written
 MTP = "mtp"  # a layer of the target's own checkpoint, or one of its class
-DFLASH = "dflash"  # DFlash, DSpark and Domino: read, never written
+DFLASH = "dflash"  # DFlash, DFlash2, DSpark, Domino and XPress: read, never written
 FORMAT = 1
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 FIRST, SPECULATORS_FIRST = "midlayer.", "layers.0."  # the first layer in EAGLE's naming, and in speculators'
@@ -99,6 +99,16 @@ class HeadConfig:
     prefix_state: int = 0  # dflash: the width of a state over the tokens so far, which corrects scores; 0: none
     prefix_inner: int = 0  # the width within that correction
     prefix_from: int = 0  # the first token of a draft that it corrects
+    two_sided: bool = False  # dflash: in layers with windows, too, rows see their whole block, which windows include
+    conv: int = 0  # dflash: rows that convolutions around attention and MLP read; 0: there are none
+    conv_group: int = 1  # channels that share what a row adds to a convolution's weights
+    selector: int = 0  # dflash: the width of a choice among candidates by the token before; 0: there is none
+    selector_top: int = 0  # how many candidates
+    refiner: int = 0  # dflash: the width of a correction of whole blocks by their likeliest tokens; 0: there is none
+    refiner_inner: int = 0  # the width within that correction
+    refiner_passes: int = 0  # how often it is made
+    embedding_scale: float = 1.0  # dflash: of the block's tokens and masks
+    logit_cap: float = 0.0  # dflash: scores s become cap * tanh(s / cap); 0: they stay
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "taps", tuple(self.taps))
@@ -111,6 +121,11 @@ class HeadConfig:
         fits = fits and max(*sizes, self.prefix_state, self.prefix_inner) < _LARGEST and self.prefix_from >= 0
         fits = fits and 0 <= self.norm_eps < math.inf and 0 < self.rope_theta < math.inf
         fits = fits and (self.prefix_inner > 0 if self.prefix_state else self.prefix_state == 0)
+        later = (self.conv, self.selector, self.selector_top, self.refiner, self.refiner_inner, self.refiner_passes)
+        fits = fits and 0 <= min(later) <= max(later) < _LARGEST and self.conv_group > 0
+        fits = fits and self.hidden_size % self.conv_group == 0
+        fits = fits and bool(self.selector) <= self.selector_top <= self.draft_vocab_size
+        fits = fits and 0 <= self.logit_cap < math.inf and -math.inf < self.embedding_scale < math.inf
         fits = fits and self.heads % max(self.kv_heads, 1) == 0 and self.head_dim % 2 == 0
         fits = fits and self.draft_vocab_size <= self.vocab_size and self.layers <= _MOST_LAYERS
         fits = fits and not (self.normed and self.narrow)
@@ -173,7 +188,22 @@ def shapes(c: HeadConfig) -> Shapes:
         named[PREFIX_STATE] = (3 * c.prefix_state, c.prefix_state)
         named["embed_proj.0.weight"] = (c.prefix_inner, h + c.prefix_state)
         named["embed_proj.2.weight"] = (c.draft_vocab_size, c.prefix_inner)
-    return named
+    for name in (convolution_name(i, part) for i in range(c.layers * (c.conv > 0)) for part in ("attention", "mlp")):
+        named[f"{name}.base_kernel"] = (2, c.conv, h)
+        named[f"{name}.kernel_projection.weight"] = (2 * c.conv * (h // c.conv_group), h)
+    if c.selector:
+        named["candidate_selector.predecessor_codebook"] = (c.vocab_size, c.selector)
+        named["candidate_selector.successor_codebook"] = (c.draft_vocab_size, c.selector)
+        named["candidate_selector.hidden_projection.weight"] = (c.selector, h)
+    return named | (_refiner_shapes(c) if c.refiner else {})
+
+
+def _refiner_shapes(c: HeadConfig) -> Shapes:
+    r, inner, rows = c.refiner, c.refiner_inner, c.block_rows
+    parts = {"token_embed": (c.vocab_size, r), "down_h": (r, c.hidden_size), "down_g": (r, c.hidden_size)}
+    parts |= {"in_proj": (r, 3 * r), "mlp_gate": (inner, r), "mlp_up": (inner, r), "mlp_down": (r, inner)}
+    named: Shapes = {f"refiner_head.{n}.weight": shape for n, shape in parts.items()}
+    return named | {"refiner_head.readout.weight": (c.draft_vocab_size, r), "refiner_head.mix_l": (r, rows, rows)}
 
 
 def _input_shapes(c: HeadConfig) -> Shapes:
@@ -226,6 +256,11 @@ def block_name(i: int) -> str:
 def layer_name(i: int) -> str:
     """The first layer is EAGLE-3's, with two inputs; the others are ordinary decoder layers."""
     return "midlayer" if i == 0 else f"layers.{i}"
+
+
+def convolution_name(i: int, part: str) -> str:
+    """DFlash2's around the attention or mlp of the i-th layer."""
+    return f"{layer_name(i)}.{part}_conv"
 
 
 def _layer(c: HeadConfig, inputs: int) -> Shapes:

@@ -101,19 +101,22 @@ class Tensors(Weights):
         return self.tensors[name].to(dtype)
 
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "dflash": {}, "dspark": {"markov": 5, "markov_kind": "rnn"},
+    "domino": {"prefix_state": 6, "prefix_inner": 7, "prefix_from": 1},
+    "dflash2": {"conv": 2, "conv_group": 8, "selector": 5, "selector_top": 6, "windows": (0, 7), "two_sided": True},
+    "xpress": {"refiner": 8, "refiner_inner": 12, "refiner_passes": 3},
+}  # fmt: skip
+
+
 def head_for(target: Transformer, kind: str, dtype: torch.dtype = torch.float32) -> Head:
     if kind == "mtp":
         return mtp_head(target)
-    blocks = kind in ("dflash", "dspark", "domino", "anchored")
+    blocks = kind == "anchored" or kind in VARIANTS
     config, tensors = random_head(target.config, DFLASH if blocks else kind, layers=1 + blocks)
     config = replace(config, anchored=kind in ("dspark", "anchored"))
-    if kind in ("dspark", "domino"):
-        own: dict[str, Any] = (
-            {"markov": 5, "markov_kind": "rnn"}
-            if kind == "dspark"
-            else {"prefix_state": 6, "prefix_inner": 7, "prefix_from": 1}
-        )
-        dice, config = torch.Generator().manual_seed(7), replace(config, **own)
+    if VARIANTS.get(kind):
+        dice, config = torch.Generator().manual_seed(7), replace(config, **VARIANTS[kind])
         for name in shapes(config).keys() - tensors.keys():
             tensors[name] = 3 * torch.randn(shapes(config)[name], generator=dice)
     for name, tensor in tensors.items():  # what it says must hang on what it sees
@@ -219,6 +222,9 @@ def plain(target: Transformer) -> dict[str, list[list[int]]]:
         ("dflash", DEEP, "greedy"),
         ("dspark", CHAIN, "mixed"),
         ("domino", CHAIN, "mixed"),
+        ("dflash2", CHAIN, "mixed"),
+        ("xpress", CHAIN, "mixed"),
+        ("xpress", DEEP, "mixed"),
         ("anchored", CHAIN, "mixed"),
         ("anchored", DEEP, "mixed"),
         ("block", CHAIN, "mixed"),

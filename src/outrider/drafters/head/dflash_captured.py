@@ -34,7 +34,7 @@ class BlockGraphs(HeadGraphs):
         assert self.size <= LANE
 
     def suits_trees(self, seqs: list[Sequence], width: int, depth: int) -> bool:
-        return self.head.term is None and super().suits_trees(seqs, width, depth)
+        return not self.head.term.in_order and super().suits_trees(seqs, width, depth)
 
     def _block(self, seqs: list[Sequence], starts: list[int], budget: list[int], filtered: bool) -> list[list[int]]:
         packed, each = self._rows(seqs, starts), self.each
@@ -60,24 +60,26 @@ class _Blocks(HeadPass):
     def __init__(self, heads: BlockGraphs, shape: HeadShape) -> None:
         b, s = shape.wanted, heads.size
         every = torch.arange(b * s, device=heads.state.device)
-        self.index, self.masked = every % s, every % s > 0  # [b s] each row's place in its block
-        self.want = every if heads.head.config.anchored else self.masked.nonzero().flatten()  # [b each]
+        self.places = every % s  # [b s] each row's in its block
+        self.want = every if heads.head.config.anchored else self.places.nonzero().flatten()  # [b each]
         self.slots = heads.lanes[:b, :s].flatten().contiguous()  # [b s]
         self.tails = heads.tails[:b].repeat_interleave(s, 0).contiguous()  # [b s, LANE]
         super().__init__(heads, shape)
 
     def more(self) -> dict[str, Field]:
         n = self.shape.wanted * self.heads.size
-        return {"block_tokens": (I64, (n,)), "block_positions": (I64, (n,)), "block_info": (I32, (n, 8))}
+        fields: dict[str, Field] = {"block_tokens": (I64, (n,)), "block_positions": (I64, (n,))}
+        return fields | {"block_info": (I32, (n, 8)), "block_last": (I64, (self.shape.wanted, 2))}
 
     def _fill_more(self, a: dict[str, Any], seqs: list[Sequence], lengths: list[int]) -> None:
         s, length = self.heads.size, self.heads.state.cache.length
-        for name in ("block_tokens", "block_positions", "block_info"):
+        for name in ("block_tokens", "block_positions", "block_info", "block_last"):
             a[name].fill(0)
         for i, (seq, line) in enumerate(zip(seqs, lines_of(self.heads, seqs), strict=True)):
             at, first = len(seq.tokens) - 1, i * s
             rows = min(s, length - at)
             a["block_tokens"][first], here = seq.tokens[-1], np.arange(rows)
+            a["block_last"][i] = seq.tokens[-2:]
             a["block_positions"][first : first + rows] = at + here
             a["block_info"][first : first + rows, 1:5] = (1, line, at, at + rows)
             a["block_info"][first : first + rows, 0] = first + here
@@ -87,14 +89,15 @@ class _Blocks(HeadPass):
         return self.shape.wanted * self.heads.each
 
     def _scores(self) -> Tensor:
-        d, heads = self.form.device, self.heads
+        d, heads, b = self.form.device, self.heads, self.shape.wanted
         self._first()  # the context
         upto = d["block_info"].clone()  # each row sees the block up to itself
-        upto[:, 4] = torch.minimum(upto[:, 4], upto[:, 3] + 1 + self.index)
+        upto[:, 4] = torch.minimum(upto[:, 4], upto[:, 3] + 1 + self.places)
         whole, causal = (self._rows(info) for info in (d["block_info"], upto))
-        scores: Tensor
-        scores, self.hidden = heads.head.blocks(whole, causal, heads.graphs.plane, self.masked)  # [R, D], [R, H]
-        return scores
+        scores, hidden = heads.head.blocks(whole, causal, heads.graphs.plane, self.places)  # [R, D], [b s, H]
+        each, self.hidden = (rows.view(b, -1, rows.shape[1]) for rows in (scores, hidden))  # [b, each, D], [b, s, H]
+        corrected: Tensor = heads.head.term.whole(each, self.hidden, d["block_last"])
+        return corrected.flatten(0, 1)
 
     def _rows(self, info: Tensor) -> Rows:
         d, state, at = self.form.device, self.heads.state, self.slots
@@ -111,9 +114,10 @@ class BlockPass(MaskPass, _Blocks):
 
     def _chosen(self, scores: Tensor, laws: list[Tensor]) -> Tensor:
         term, b = self.heads.head.term, self.shape.wanted
-        if term is None:
+        if not term.in_order:
             return super()._chosen(scores, laws)
-        each, hidden = (rows.view(b, -1, rows.shape[1]) for rows in (scores, self.hidden))  # [b, each, D], [b, each, H]
+        each = scores.view(b, -1, scores.shape[1])  # [b, each, D]
+        hidden = self.hidden[:, -each.shape[1] :]  # [b, each, H]
         tokens, chain, state = self.form.device["block_tokens"].view(b, -1)[:, 0], [], None  # [b]
         for j in range(each.shape[1]):
             given, state = term.step(each[:, j], hidden[:, j], tokens, state, j)
