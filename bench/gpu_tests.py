@@ -2,9 +2,9 @@
 
     python bench/gpu_tests.py [--workers 4] [TEST ...]
 
-Without tests, those of the files that import `support.kernels`. SIGTERM and Ctrl-C end the run after the test that is
-running. The last line is one JSON object: counts, the names of tests that failed, with their errors, and
-the slowest ones. The exit status is pytest's: 0 if all ran and passed.
+Without tests, those of the files that import `support.kernels`. After SIGTERM or Ctrl-C it reports what it has. The
+last line is one JSON object: counts, the names of tests that failed, with their errors, and the slowest ones. The exit
+status is pytest's: 0 if all ran and passed.
 """
 
 from __future__ import annotations

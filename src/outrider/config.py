@@ -137,7 +137,7 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"The speculative method '{method}' is not supported; use: {', '.join(_VLLM_METHODS)}.")
     drafter = _VLLM_METHODS[method]
     arguments: dict[str, Any] = {"drafter": drafter}
-    if method in _VLLM_MTP and _vllm_method(model) != "eagle3":
+    if method in _VLLM_MTP and not _is_head(model):
         arguments["head"] = "mtp"
     elif model is not None:
         name = f"{model}@{revision}" if revision and not Path(model).exists() else model
@@ -159,11 +159,13 @@ def from_speculative_config(text: str | dict[str, Any]) -> dict[str, Any]:
 
 def _vllm_method(model: Any) -> str:
     """As vLLM finds it: from the folder, where one is given."""
-    if model is None:
-        return "ngram"
+    return "ngram" if model is None else "eagle3" if _is_head(model) else "draft_model"
+
+
+def _is_head(model: Any) -> bool:
     from .models.published import is_head
 
-    return "eagle3" if is_head(Path(str(model)).expanduser()) else "draft_model"
+    return model is not None and is_head(Path(str(model)).expanduser())
 
 
 def from_hugging_face(arguments: dict[str, Any]) -> dict[str, Any]:

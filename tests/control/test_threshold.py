@@ -81,11 +81,8 @@ def _step(turn: Turn, draft: Draft, path: int, clock: dict[str, float]) -> Any:
 
 
 CLAIMS = {"calibrated": lambda c: c, "overconfident": lambda c: c**0.3, "underconfident": lambda c: 0.8 * c}
-LEAST = {
-    "calibrated": 1.04,
-    "overconfident": 0.95,
-    "underconfident": 1.04,
-}  # to stop by exaggerated claims gains nothing
+# To stop by exaggerated claims gains nothing.
+LEAST = {"calibrated": 1.04, "overconfident": 0.95, "underconfident": 1.04}
 
 
 @pytest.mark.one_in(2)

@@ -62,7 +62,7 @@ class Credit:
     """
 
     FIRST = 0.5  # tokens: two drafts of one token on a CPU, any draft on a GPU; 1 % of an answer of 50 tokens
-    KNOWN = 2.0  # once, besides: with a drafter whose acceptance is stated, three unlucky drafts prove little
+    STATED = 2.0  # once, besides: with a drafter whose acceptance is stated, three unlucky drafts prove little
     SHARE = 0.01  # half of the two percent that "never slower" allows; the rest is for what no clock of ours sees
     SAVED = 6.0  # tokens for each sequence that are kept at most, so that a run of wrong drafts ends no success
     DEBT = 0.5  # tokens for each sequence: a call that took longer than all that is a mishap, not a habit
@@ -72,7 +72,7 @@ class Credit:
 
     def admit(self, sequences: int, stated: bool) -> None:
         """So many run now, with a drafter whose acceptance may be stated."""
-        self.tokens += self.FIRST * max(sequences - self.largest, 0) + self.KNOWN * (stated and not self.largest)
+        self.tokens += self.FIRST * max(sequences - self.largest, 0) + self.STATED * (stated and not self.largest)
         self.sequences, self.largest = sequences, max(sequences, self.largest)
 
     def add(self, gain: float, least: float = -DEBT, most: float = math.inf) -> None:
@@ -118,7 +118,7 @@ class Adaptive(Controller):
         self.pause = self.pause_batch = 0  # steps without a look at the drafter, for a batch of this size
         self.plain_steps = list[tuple[int, float]]()  # sequences and seconds of those to learn from
         self.is_cheap = False  # whether the drafter is asked whatever is expected of it
-        self.longest = 0  # nodes of the longest tree that was offered
+        self.offered = 0  # nodes of the largest tree of a step, before pruning
         self.why = "no step yet"
         # Of the step that is being prepared; `observe` reads the mode alone.
         self.turns, self.traits, self.prices = list[Turn](), Traits(), StepPrices([], costs, 1.0, 0.0)
@@ -132,7 +132,7 @@ class Adaptive(Controller):
         if (paused and not own) or not turns:
             return turns
         self._learn_plain()
-        self.turns, self.traits, self.stop_below, self.is_cheap, self.longest = turns, traits, 0.0, False, 0
+        self.turns, self.traits, self.stop_below, self.is_cheap, self.offered = turns, traits, 0.0, False, 0
         self.credit.admit(len(turns), traits.forecast is not None and bool(traits.forecast.survival))
         self.prices = StepPrices(turns, self.costs, self.lead, self.credit.tokens)
         free = max(2, min(self.k_max, self.FREE_NODES // len(turns)))
@@ -234,7 +234,7 @@ class Adaptive(Controller):
     def prune(self, turns: list[Turn], draft: Draft) -> Draft:
         """Keep the likeliest nodes of all trees together, as many as are worth their rows."""
         trees = [(i, tree) for i, tree in enumerate(draft.trees) if tree.tokens]
-        self.longest = max((len(tree.tokens) for _, tree in trees), default=0)
+        self.offered = max((len(tree.tokens) for _, tree in trees), default=0)
         nodes = sorted((-s, i) for i, tree in trees for s in self._survival(turns[i].seq, tree))
         limit = self.prices.limit if self.is_cheap else math.inf
         best = self.prices.best((-minus for minus, _ in nodes), limit)
@@ -297,7 +297,7 @@ class Adaptive(Controller):
             self.credit.add(-batch / plain * seconds, least=self.credit.FIRST / 2)
             return 0.0
         # The mode is that of a later step, at worst: a sample under the wrong one.
-        nodes = max(self.longest, 1) if self.traits.self_limiting else max(turn.budget for turn in asked)
+        nodes = max(self.offered, 1) if self.traits.self_limiting else max(turn.budget for turn in asked)
         self.drafting[self.traits.mode].add(batch, nodes, seconds)
         return seconds
 

@@ -45,7 +45,7 @@ class NGram(Drafter):
     def record(self, rounds: Any) -> None:
         from ..backends.cuda.rounds import Lookup  # needs triton
 
-        rounds.lookup = Lookup(self._sizes[-1], self._sizes[0], DOUBT, self.name)
+        rounds.lookup = Lookup(self._sizes[-1], self._sizes[0], survival, self.name)
 
     def draft(self, request: DraftRequest) -> Draft:
         pairs = zip(request.seqs, request.budgets, strict=True)
@@ -61,9 +61,7 @@ class NGram(Drafter):
         for n in self._sizes:
             tokens = index.continuation(tuple(seq.tokens[-n:]), budget)
             if tokens:
-                # Each accepted token makes the match one longer, and so the next one likelier.
-                confidence = (m / (m + DOUBT) for m in range(n, n + len(tokens)))
-                return chain(tokens, list(accumulate(confidence, mul)), source=self.name)
+                return chain(tokens, survival(n, len(tokens)), source=self.name)
         return chain([])
 
     def _index(self, seq: Sequence) -> NGramIndex:
@@ -105,6 +103,12 @@ class NGramIndex:
         if (start := self.in_source.get(ngram)) is not None:
             return self.source[start : start + budget]
         return []
+
+
+def survival(match: int, tokens: int) -> list[float]:
+    """Of so many tokens after a match of this length: each one that is right makes the match longer, and the next one
+    likelier."""
+    return list(accumulate((m / (m + DOUBT) for m in range(match, match + tokens)), mul))
 
 
 def positions_after(tokens: list[int], start: int, sizes: range) -> dict[tuple[int, ...], int]:

@@ -250,4 +250,4 @@ def children(group: list[Match], depth: int) -> list[tuple[float, int, list[Matc
 def doubt(group: list[Match], depth: int) -> float:
     """The weight of a token that follows none of these matches, which come longest first."""
     matching = group[0].length + depth
-    return DOUBT * GAIN ** group[0].length / (matching * math.sqrt(math.sqrt(matching)))
+    return DOUBT * GAIN ** group[0].length / math.pow(matching, 1.25)

@@ -580,7 +580,8 @@ def _both_sides(kind: str, sizes: Mapping[str, Any], size: int, windows: tuple[i
     """Whether rows of layers with windows see their whole block, and the windows with it: theirs begin at its first
     row."""
     both = sizes.get("sliding_window_non_causal")
-    both = kind == "dflash2" or sizes.get("is_causal") is False if both is None else bool(both)
+    if both is None:
+        both = kind == "dflash2" or sizes.get("is_causal") is False
     return {"two_sided": True, "windows": tuple(w and w + size for w in windows)} if both else {}
 
 

@@ -60,6 +60,18 @@ def opened(folder: Path, **options: Any) -> LLM:
     return LLM(folder, **{"dtype": "float32", "device": "cpu"} | options)
 
 
+def assert_drafts(recorded: Any, text: list[int], definition: Reference) -> None:
+    """Every recorded step drafted what the definition drafts there, as a rule chains of K."""
+    lengths = []
+    for step in recorded.lines:
+        drafted = [node[0] for node in step["nodes"]]
+        assert not step.get("failure")
+        assert drafted == definition.draft(text[: step["at"]], len(drafted))
+        lengths.append(len(drafted))
+    assert max(lengths) == K
+    assert sum(lengths) >= 4 * K
+
+
 @pytest.mark.parametrize(("normed", "prompt"), [(True, PROMPTS[0]), (False, ", ".join(6 * PROMPTS))])
 def test_it_drafts_what_its_definition_drafts(
     checkpoint: tuple[Path, Reference], normed: bool, prompt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,14 +92,7 @@ def test_it_drafts_what_its_definition_drafts(
     text = [*recorded.header["prompt"], *json.loads(done.stdout)["token_ids"]]
     assert (len(recorded.header["prompt"]) > 100) == (prompt != PROMPTS[0])
     definition = Reference(reference.module, reference.layer, normed)
-    lengths = []
-    for step in recorded.lines:
-        drafted = [node[0] for node in step["nodes"]]
-        assert not step.get("failure")
-        assert drafted == definition.draft(text[: step["at"]], len(drafted))
-        lengths.append(len(drafted))
-    assert max(lengths) == K
-    assert sum(lengths) >= 4 * K
+    assert_drafts(recorded, text, definition)
 
 
 def test_each_sequence_of_a_batch_gets_its_own_drafts(checkpoint: tuple[Path, Reference]) -> None:
@@ -198,16 +203,10 @@ def test_a_layer_in_a_folder_of_its_own_drafts_what_its_definition_drafts(
     done = CliRunner().invoke(app, [*arguments, "--trace", str(trace)])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["token_ids"] == json.loads(plain.stdout)["token_ids"]
-    recorded, lengths = read(trace), []
+    recorded = read(trace)
     text = [*recorded.header["prompt"], *json.loads(done.stdout)["token_ids"]]
     definition = Reference(reference.module, reference.layer, raw=raw)
-    for step in recorded.lines:
-        drafted = [node[0] for node in step["nodes"]]
-        assert not step.get("failure")
-        assert drafted == definition.draft(text[: step["at"]], len(drafted))
-        lengths.append(len(drafted))
-    assert max(lengths) == K
-    assert sum(lengths) >= 4 * K
+    assert_drafts(recorded, text, definition)
     other = Reference(reference.module, reference.layer, raw=not raw)
     assert other.draft(text, K) != definition.draft(text, K)
 

@@ -19,8 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence as Listing
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate
-from operator import itemgetter, le, mul
+from operator import itemgetter, le
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,7 +90,7 @@ class Lookup(NamedTuple):
 
     least: int  # n-gram sizes
     most: int
-    doubt: float  # after m matching tokens the next one matches with probability m / (m + doubt)
+    survival: Callable[[int, int], list[float]]  # of so many tokens after so many that match
     source: str  # the drafter's name
 
 
@@ -320,8 +319,7 @@ class Rounds:
     def claims(self, match: int, tokens: int) -> list[float]:
         """The survival of a draft that was looked up after a match of this length."""
         assert self.lookup is not None
-        doubt = self.lookup.doubt
-        return list(accumulate((m / (m + doubt) for m in range(match, match + tokens)), mul))
+        return self.lookup.survival(match, tokens)
 
     def _shape(self, turns: Listing[Turn], owners: list[Row], asked: bool) -> RoundShape:
         needed = sum(turn.feed + turn.budget for turn in turns)
